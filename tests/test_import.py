@@ -3,6 +3,7 @@
 `make bench-host` measures what it costs.
 """
 
+import functools
 import json
 import shutil
 import subprocess
@@ -84,5 +85,20 @@ def test_an_older_library_counts_as_none(tmp_path: Path, missing: str) -> None:
     older = library.COMPILED_LIBRARY.read_bytes().replace(missing.encode(), missing[:-1].encode() + b"X")
     (tmp_path / package.name / library.COMPILED_LIBRARY.name).write_bytes(older)
     run = subprocess.run([sys.executable, "-c", _CALL], cwd=tmp_path, capture_output=True, text=True)
-    older_than = f"cpu: libeagle_kernels.so is older than the package, it has no {missing}: install the package again"
-    assert run.stdout.strip() == f"reference True {older_than}", run.stderr
+    older_than = f"libeagle_kernels.so is older than the package, it has no {missing}: install the package again"
+    assert run.stdout.strip() == f"reference True cpu: {older_than}", run.stderr
+    assert run.stderr.splitlines() == [f"the compiled kernels are left out: {older_than}"]
+
+
+def test_a_library_that_does_not_load_is_reported_once(tmp_path: Path) -> None:
+    """Calls ran plain torch, and only `explain` said so. A build without kernels was asked for: it stays silent."""
+    package = library.COMPILED_LIBRARY.parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    run = functools.partial(subprocess.run, [sys.executable, "-c", _CALL], cwd=tmp_path, capture_output=True, text=True)
+    without = run()
+    assert without.stdout.startswith("reference True cpu: the package is without compiled kernels"), without.stderr
+    assert without.stderr == ""
+    (tmp_path / package.name / library.COMPILED_LIBRARY.name).write_bytes(b"no library")
+    broken = run()
+    assert broken.stdout.startswith("reference True cpu: libeagle_kernels.so did not load: "), broken.stderr
+    assert broken.stderr.count("the compiled kernels are left out: libeagle_kernels.so did not load: ") == 1

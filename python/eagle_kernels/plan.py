@@ -201,6 +201,9 @@ def _wanted_backend(op: str, device: torch.device, num_chunks: int) -> tuple[str
             supported = [name for name in environment.BACKENDS if unsupported(name) is None]
             raise error(RuntimeError, op, f"EAGLE_KERNELS_BACKEND is {forced!r}", f"one of {supported}", reason)
         return forced, f"EAGLE_KERNELS_BACKEND={forced}"
+    # A build without kernels was asked for; one that does not load was not.
+    if device.type in COMPILED and library.unsupported_reason is not None and library.COMPILED_LIBRARY.exists():
+        _warn_once(f"the compiled kernels are left out: {library.unsupported_reason}")
     rejected: list[str] = []
     for backend in _PREFERENCE.get(device.type, _DEFAULT_PREFERENCE):
         if (reason := unsupported(backend)) is None:
