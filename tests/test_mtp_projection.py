@@ -282,9 +282,25 @@ ERRORS = [
     ),
     pytest.param(
         lambda layer, h, ids, table, out: layer(h, ids[:4], table=table, out=out),
-        "norm_concat_linear: chunks[1] has shape (13, 72), expected (4, H), because it has no index and N rows are "
-        "asked for",
+        "MTPProjection: hidden has shape (13, 72), expected (4, ...), because there is one row per embedding where "
+        "indices is None",
         id="rows",
+    ),
+    pytest.param(
+        lambda layer, h, ids, table, out: layer(h, embeds=h[:4], out=out),
+        "MTPProjection: hidden has shape (13, 72), expected (4, ...), because there is one row per embedding where "
+        "indices is None",
+        id="rows-of-embeds",
+    ),
+    pytest.param(
+        lambda layer, h, ids, table, out: layer(h, ids, table=table, indices=ids[:4], out=out),
+        "MTPProjection: indices has shape (4,), expected (13,), because there is one per embedding",
+        id="indices",
+    ),
+    pytest.param(
+        lambda layer, h, ids, table, out: layer(h, ids, table=table, indices=ids.double(), out=out),
+        "MTPProjection: indices has dtype torch.float64, expected torch.int32 or torch.int64",
+        id="indices-dtype",
     ),
     pytest.param(
         lambda layer, h, ids, table, out: layer(h, ids, table=table, positions=ids[:4], out=out),

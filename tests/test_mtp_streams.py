@@ -317,6 +317,7 @@ def test_from_hf() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"hidden_size": 0}, "hidden_size is 0, expected at least 1"),
         ({"num_streams": 0}, "num_streams is 0, expected at least 1"),
         ({"hnorm_over": "all"}, "hnorm_over is 'all', expected 'stream' or 'row'"),
         (
@@ -328,7 +329,7 @@ def test_from_hf() -> None:
 )
 def test_a_config_that_no_family_has_is_refused(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"MTPStreamsConfig: {message}")):
-        ek.MTPStreamsConfig(H, D, **config)
+        ek.MTPStreamsConfig(**{"hidden_size": H, "out_features": D} | config)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +346,10 @@ def test_a_config_that_no_family_has_is_refused(config: dict, message: str) -> N
         ({"out": GuardedRows(T, S * D, torch.bfloat16).view}, "out has strides (169, 1), expected a dense tensor"),
         ({"out": torch.empty(T, D).bfloat16()}, "out has shape (13, 40), expected (T, S*D) or (T, S, D) = (*, 4, 40)"),
         ({"indices": torch.arange(3)}, "indices has shape (3,), expected (13,), because there is one per embedding"),
+        (
+            {"hidden": torch.randn(5, S, H).bfloat16()},
+            "hidden has shape (5, 4, 72), expected (13, ...), because there is one row per embedding",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes: dict, message: str) -> None:

@@ -56,7 +56,7 @@ class MTPConfig:
     chain: str = "normed"
 
     def __post_init__(self) -> None:
-        op = "MTPConfig"
+        op = type(self).__name__
         if self.out_features is None:
             object.__setattr__(self, "out_features", self.hidden_size)
         checks.check_sizes(op, self, "hidden_size", "out_features")

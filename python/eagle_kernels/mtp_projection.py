@@ -82,6 +82,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         out: Tensor | None,
     ) -> Tensor:
         self._check_sources(hidden, ids, table, embeds, positions)
+        self._check_rows(hidden, ids if embeds is None else embeds, indices)
         config = self.config
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         if out is not None and index is not ids:
@@ -136,6 +137,17 @@ class EmbeddingHiddenProjection(LoadsProjections):
         if self.max_tokens is not None and rows > self.max_tokens:
             because = "static buffers never grow"
             raise checks.error(ValueError, op, f"there are {rows} rows", f"at most {self.max_tokens}", because)
+
+    def _check_rows(self, hidden: Tensor, embeddings: Any, indices: Tensor | None) -> None:
+        """`hidden`, as the caller gave it, or `indices` has a row for each of the ids or embeds."""
+        op, rows = type(self).__name__, embeddings.shape[0]
+        if indices is not None:
+            checks.check_ids(op, "indices", indices)
+            if indices.shape[0] != rows:
+                raise checks.shape_error(op, "indices", indices, f"({rows},)", "there is one per embedding")
+        elif hidden.shape[0] != rows:
+            because = "there is one row per embedding where indices is None"
+            raise checks.shape_error(op, "hidden", hidden, f"({rows}, ...)", because)
 
     def _embedding(
         self, ids: Tensor | None, table: Any, embeds: Any, positions: Any

@@ -170,6 +170,7 @@ class MTPStreamsProjection(MTPProjection):
         op, S, H = "MTPStreamsProjection", self.config.num_streams, self.config.hidden_size
         streams = _rows_of_streams(op, "hidden", hidden, S, H)
         self._check_sources(streams, ids, table, embeds, positions)
+        self._check_rows(hidden, ids if embeds is None else embeds, indices)
         for name, places in (("ids", ids), ("positions", positions), ("indices", indices)):
             if isinstance(places, Tensor):  # read here, before the op checks them
                 checks.check_device(op, name, places, streams.device, "hidden")
@@ -212,10 +213,6 @@ class MTPStreamsProjection(MTPProjection):
         """The S rows of streams of each of `indices`; an index that is out of range stays out of range."""
         if indices is None:
             return None
-        checks.check_ids("MTPStreamsProjection", "indices", indices)
-        if indices.shape[0] != count:
-            because = "there is one per embedding"
-            raise checks.shape_error("MTPStreamsProjection", "indices", indices, f"({count},)", because)
         S = self.config.num_streams
         rows = self._static("rows of hidden", (count, S), like.new_empty(0, dtype=torch.int64))
         first = indices.long().clamp(-1, like.shape[0] // S) * S
