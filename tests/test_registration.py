@@ -1,6 +1,7 @@
 """The registered ops as torch sees them: schemas, fake kernels, aliasing, torch.compile, torch.export, autograd."""
 
 import contextlib
+import re
 from collections.abc import Callable
 
 import pytest
@@ -126,6 +127,66 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 def test_opcheck(sample: str, utility: str) -> None:
     arguments, _ = SAMPLES[sample]()
     torch.library.opcheck(packet(sample.partition("-")[0]).default, arguments, test_utils=utility)
+
+
+# (a sample, the position of an argument, a value that a caller of torch.ops may pass for it, the error)
+BAD_ARGUMENTS = {
+    "1-D-chunk": ("norm_concat", 0, [rows(H)], "norm_concat: chunks[0] has shape (24,), expected (T, H)"),
+    "1-D-chunk-out": ("norm_concat_out", 0, [rows(H)], "norm_concat: chunks[0] has shape (24,), expected (T, H)"),
+    "no-chunks": ("norm_concat", 0, [], "norm_concat: chunks is empty, expected K >= 1 tensors"),
+    "num_chunks": ("norm_concat_linear", 1, 0, "norm_concat_linear: num_chunks is 0, expected at least 1"),
+    "norm": ("norm_concat", 2, "bogus", "norm_concat: norm is 'bogus', expected one of ('none', 'chunk', 'concat')"),
+    "projection-1-D-chunk": (
+        "norm_concat_linear", 0, [rows(H)], "norm_concat_linear: chunks[0] has shape (24,), expected (T, H)"
+    ),
+    "projection-1-D-chunk-out": (
+        "norm_concat_linear_out", 0, [rows(H)], "norm_concat_linear: chunks[0] has shape (24,), expected (T, H)"
+    ),
+    "projection-norm": ("norm_concat_linear_out", 2, "bogus", "norm_concat_linear: norm is 'bogus', expected one of"),
+    "0-D-weight": ("norm_concat_linear", 9, rows(), "norm_concat_linear: weight has shape (), expected (D, K*H)"),
+    "quantized-1-D-chunk": (
+        "norm_concat_linear_quantized", 0, [rows(H)], "norm_concat_linear: chunks[0] has shape (24,), expected (T, H)"
+    ),
+    "1-D-codes": (
+        "norm_concat_linear_quantized", 9, torch.ones(D, dtype=torch.int8), "norm_concat_linear: weight.codes has shape"
+    ),
+    "1-D-scales": (
+        "norm_concat_linear_quantized_out", 10, torch.ones(D), "norm_concat_linear: weight.scales has shape (17,)"
+    ),
+    "format": (
+        "norm_concat_linear_quantized", 12, "bogus", "norm_concat_linear: format is 'bogus', expected one of ['fp8_"
+    ),
+    "block": (
+        "norm_concat_linear_quantized", 13, 0, "norm_concat_linear: block_rows is 0, expected at least 1"
+    ),
+    "block-out": (
+        "norm_concat_linear_quantized_out", 14, 0, "norm_concat_linear: block_columns is 0, expected at least 1"
+    ),
+    "0-D-hidden": ("capture_hidden", 0, rows(), "capture_hidden: hidden has shape (), expected (T, H)"),
+    "1-D-hidden": ("capture_hidden", 0, rows(H), "capture_hidden: hidden has shape (24,), expected (T, H)"),
+    "0-D-hidden-out": ("capture_hidden_out", 0, rows(), "capture_hidden: hidden has shape (), expected [T, H]"),
+    "1-D-table": (
+        "vocab_parallel_embedding", 1, rows(H), "vocab_parallel_embedding: weight has shape (24,), expected (rows, H)"
+    ),
+    "1-D-table-out": (
+        "vocab_parallel_embedding_out", 1, rows(H), "vocab_parallel_embedding: weight has shape (24,), expected (rows, "
+    ),
+    "0-D-ids": (
+        "vocab_parallel_embedding", 0, torch.tensor(3), "vocab_parallel_embedding: ids has shape (), expected (N,)"
+    ),
+    "0-D-add": ("add_rms_norm", 0, rows(), "add_rms_norm: hidden has shape (), expected (T, H)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_of_registered_ops_are_worded(case: str, backend: str) -> None:
+    """Those that are read before the checks: to find the plan and to allocate the result."""
+    sample, position, value, message = BAD_ARGUMENTS[case]
+    arguments, _ = SAMPLES[sample]()
+    bad = [*arguments[:position], value, *arguments[position + 1 :]]
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        packet(sample)(*bad)
 
 
 def test_schemas_are_a_promise() -> None:

@@ -141,6 +141,7 @@ def _run(hidden: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 def _empty(hidden: Tensor, *_others: object) -> tuple[Tensor, Tensor]:
+    checks.check_matrix(OP, "hidden", hidden)
     return _empty_like(hidden), _empty_like(hidden)
 
 

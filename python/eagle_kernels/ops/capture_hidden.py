@@ -133,6 +133,8 @@ def _run(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _empty(hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    if hidden.dim() != 3:
+        checks.check_matrix(OP, "hidden", hidden)
     return hidden.new_empty((hidden.shape[0], hidden.shape[-1])), hidden.new_empty(
         hidden.shape[:1], dtype=torch.float32
     )

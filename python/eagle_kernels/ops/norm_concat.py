@@ -110,13 +110,12 @@ def _plan(sources: Sources) -> Plan:
 
 
 def _run_out(*arguments: Any) -> None:
-    *fields, out = arguments
-    sources = Sources(*fields)
+    sources, out = Sources.of_schema(OP, arguments), arguments[-1]
     run(NormConcat(sources, out), _plan(sources), (out,))
 
 
 def _empty(*arguments: Any) -> Tensor:
-    sources = Sources(*arguments)
+    sources = Sources.of_schema(OP, arguments)
     return sources.chunks[0].new_empty(sources.rows, sources.width)
 
 

@@ -26,7 +26,7 @@ from ..triton_kernels.alignment import alignment
 from . import norm_concat_linear_quantized as quantized
 from .call import check, run_primitive, triton_kernels
 from .norm_concat import ARGUMENTS, NormConcat
-from .projection import OP, Projection, eps_name, project_formula
+from .projection import OP, Projection, eps_name, expected_weight, project_formula
 from .sources import Sources, formula, is_number
 
 
@@ -317,7 +317,11 @@ def _empty(*arguments: Any) -> Tensor:
 
 def _records(arguments: tuple) -> tuple[Sources, Projection]:
     """The records of arguments in the schema's order."""
-    return Sources(*arguments[:_SOURCES]), Projection(*arguments[_SOURCES : _SOURCES + _PROJECTION])
+    sources = Sources.of_schema(OP, arguments)
+    projection = Projection(*arguments[_SOURCES : _SOURCES + _PROJECTION])
+    if projection.weight.dim() != 2:
+        raise checks.shape_error(OP, "weight", projection.weight, expected_weight(sources))
+    return sources, projection
 
 
 _SCHEMA = f"{ARGUMENTS}, Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps"

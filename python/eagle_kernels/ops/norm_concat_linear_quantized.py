@@ -18,7 +18,7 @@ from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out, registered_ops
 from ..plan import COMPILED, Kernel, Plan, choose
-from ..quantized_weight import E8M0, QuantizedWeight
+from ..quantized_weight import E8M0, WEIGHT_FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment, row_stride
 from .call import check, triton_kernels
 from .norm_concat import ARGUMENTS
@@ -239,9 +239,17 @@ def _empty(*arguments: Any) -> Tensor:
 
 def _records(arguments: tuple) -> tuple[Sources, QuantizedProjection]:
     """The records of arguments in the schema's order."""
+    sources = Sources.of_schema(OP, arguments)
     codes, scales, global_scale, format, rows, columns, *epilogue = arguments[_SOURCES : _SOURCES + 9]
+    if format not in WEIGHT_FORMATS:
+        raise checks.error(ValueError, OP, f"format is {format!r}", f"one of {list(WEIGHT_FORMATS)}")
+    for name, number in (("block_rows", rows), ("block_columns", columns)):
+        checks.check_int(OP, name, number, at_least=1)
+    for name, tensor in (("codes", codes), ("scales", scales)):
+        if tensor.dim() != 2:
+            raise checks.shape_error(OP, f"weight.{name}", tensor, "two dimensions")
     weight = QuantizedWeight.of_tensors(codes, scales, global_scale, format, (rows, columns))
-    return Sources(*arguments[:_SOURCES]), QuantizedProjection(weight, *epilogue)
+    return sources, QuantizedProjection(weight, *epilogue)
 
 
 _SCHEMA = (

@@ -56,8 +56,7 @@ class Sources(NamedTuple):
         num_chunks: int | None = None,
     ) -> Sources:
         """The public arguments as lists, each iterable read once; raises where they have no such form."""
-        if not isinstance(norm, str) or norm not in NORMS:
-            raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
+        _check_norm(op, norm)
         packed = isinstance(chunks, Tensor)
         chunks = [chunks] if packed else checks.check_sequence(op, "chunks", chunks)  # type: ignore[list-item]
         if not chunks:
@@ -121,6 +120,19 @@ class Sources(NamedTuple):
         more = [] if residuals is None else _as_list(op, "residuals", residuals)
         places = [] if indices is None else _as_list(op, "indices", indices)
         return tuple.__new__(Sources, (rows, count, norm, gains, eps, norm_offset, more, places, sum_squares))
+
+    @staticmethod
+    def of_schema(op: str, arguments: Sequence[Any]) -> Sources:
+        """The leading arguments of a registered op. Checks what is read before the kernel checks the rest: to find the
+        plan and to allocate the result."""
+        sources = Sources(*arguments[: len(Sources._fields)])
+        _check_norm(op, sources.norm)
+        checks.check_int(op, "num_chunks", sources.num_chunks, at_least=1)
+        if not sources.chunks:
+            raise checks.error(ValueError, op, "chunks is empty", "K >= 1 tensors")
+        for k, chunk in enumerate(sources.chunks):
+            checks.check_matrix(op, f"chunks[{k}]", chunk)
+        return sources
 
     @staticmethod
     def of_call(op: str, chunks: Iterable[Tensor] | Tensor, arguments: Mapping[str, Any]) -> Sources:
@@ -203,6 +215,11 @@ class Sources(NamedTuple):
         gain_name = "norm_weight" if len(self.gains) == 1 else "norm_weight[{}]"
         reads += [(gain_name.format(k), gain) for k, gain in enumerate(self.gains)]
         checks.check_no_overlap(op, "out", out, (*reads, ("sum_squares", self.sum_squares), *more))
+
+
+def _check_norm(op: str, norm: object) -> None:
+    if not isinstance(norm, str) or norm not in NORMS:
+        raise checks.error(ValueError, op, f"norm is {norm!r}", f"one of {NORMS}")
 
 
 def _width_of(chunk: Tensor | None) -> int:

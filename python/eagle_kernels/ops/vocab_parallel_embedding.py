@@ -201,11 +201,20 @@ def plan(ids: Tensor, *_args: object, **_kwargs: object) -> Plan:
     return choose(OP, ids.device)
 
 
-def _run_out(ids: Tensor, *others: Any) -> None:
-    run(VocabParallelEmbedding(ids, *others), choose(OP, ids.device), others[-1:])
+def _run_out(ids: Tensor, weight: Tensor, *others: Any) -> None:
+    _check_ranks(ids, weight)
+    run(VocabParallelEmbedding(ids, weight, *others), choose(OP, ids.device), others[-1:])
+
+
+def _check_ranks(ids: Tensor, weight: Tensor) -> None:
+    """A caller of the registered op may pass others."""
+    checks.check_ids(OP, "ids", ids)
+    if weight.dim() != 2:
+        raise checks.shape_error(OP, "weight", weight, "(rows, H)")
 
 
 def _empty(ids: Tensor, weight: Tensor, *_others: object) -> Tensor:
+    _check_ranks(ids, weight)
     return weight.new_empty(ids.shape[0], weight.shape[1])
 
 
