@@ -240,6 +240,20 @@ LATENT = {"values": "none", "interleaved": True}
         ({"head_dim": math.inf, "partial_rotary_factor": 0.5}, "head_dim is a float, expected an int"),
         ({"head_dim": None, "num_attention_heads": [4]}, "num_attention_heads is a list, expected an int"),
         ({"architectures": 5}, "architectures is a int, expected a list of names"),
+        ({"attention_bias": "false"}, "attention_bias is 'false', expected True or False"),
+        ({"partial_rotary_factor": "0.5"}, "partial_rotary_factor is a str, expected a number"),
+        (
+            {"architectures": ["DSparkMiniMaxDraftModel"], "use_gemma_norm": "false"},
+            "use_gemma_norm is 'false', expected True or False",
+        ),
+        (
+            {"architectures": ["MuseSparkDSparkModel"], "norm_zero_centered_gamma": 1},
+            "norm_zero_centered_gamma is 1, expected True or False",
+        ),
+        (
+            {"architectures": ["Gemma4DSparkModel"], "attention_k_eq_v": "true"},
+            "attention_k_eq_v is 'true', expected True or False",
+        ),
         ({"architectures": ["K3DSparkModel"], "kv_lora_rank": "5", "qk_rope_head_dim": 8}, "kv_lora_rank is a str"),
     ],
 )
@@ -291,6 +305,16 @@ def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
             ek.ContextKVConfig(2, 96, 64, 4, 1, 512, eps=1e-5, rotary_begin=448, **LATENT),
         ),
         ({"architectures": ["DSparkDraftModel"]}, "sglang", ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5)),
+        (
+            {"partial_rotary_factor": 0.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, rotary_dim=0),
+        ),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "vllm",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, rotary_dim=16),
+        ),
     ],
 )  # fmt: skip
 def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> None:
@@ -341,7 +365,11 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram(
             "draft_position_mode is 'nope', expected 'rope', because K rotates",
         ),
         ({"architectures": ["MuseSparkDSparkModel"], "norm_affine": False}, "norm_affine is False, expected True, "),
-        ({"architectures": ["K3DSparkModel"]}, "head_dim is missing, expected the drafter's"),
+        ({"architectures": ["K3DSparkModel"]}, "kv_lora_rank is missing, expected the drafter's"),
+        ({"num_key_value_heads": None}, "num_key_value_heads is missing, expected the drafter's"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing, expected the drafter's"),
+        ({"head_dim": None, "num_attention_heads": None}, "head_dim is missing, expected the drafter's"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0, expected at least 1"),
         (
             {"architectures": ["DeepseekV4ForCausalLM"]},
             "dspark_target_layer_ids is missing, expected the captured layers of its DSpark stages",

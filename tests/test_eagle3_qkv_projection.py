@@ -208,7 +208,7 @@ def test_a_quantized_layer_loads_a_checkpoint(format: str) -> None:
 ERRORS = {
     "size": (
         lambda: ek.Eagle3QKVConfig.from_hf({"hidden_size": H}),
-        "Eagle3QKVConfig.from_hf: num_attention_heads is missing, expected an int",
+        "Eagle3QKVConfig.from_hf: num_attention_heads is missing, expected the drafter's",
     ),
     "flag": (
         lambda: ek.Eagle3QKVConfig.from_hf(LLAMA | {"norm_before_residual": "no"}),

@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from . import checks
 from .dispatch import is_plain
-from .drafter_config import check_config, get_field
+from .drafter_config import check_config, check_engine, flag_field, get_field, int_field, needed_int_field, number_field
 from .layers import parameter_of, project_onto, weight_and_bias
-from .mtp_config import ENGINES
 from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
@@ -138,8 +137,7 @@ class ContextKVConfig:
         Raises:
             ValueError: an architecture that is not supported (the message says why), a size that is missing.
         """
-        if engine not in ENGINES:
-            raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_engine(_FROM_HF, engine)
         check_config(_FROM_HF, "config", config)
         stated = get_field(config, "architectures") or ()
         architectures = checks.check_sequence(_FROM_HF, "architectures", stated, "a list of names")
@@ -147,39 +145,31 @@ class ContextKVConfig:
         if name is None:
             got, because = f"architectures is {architectures}", "the norms and the form of K depend on it"
             raise checks.error(ValueError, _FROM_HF, got, f"one of {sorted(VARIANTS)}", because)
-        eps = get_field(config, "rms_norm_eps")
-        fields = {
-            "num_chunks": _num_chunks(config),
-            "target_hidden_size": target_hidden_size,
-            "hidden_size": get_field(config, "hidden_size"),
-            "num_layers": get_field(config, "num_hidden_layers"),
-            "eps": 1e-6 if eps is None else checks.check_number(_FROM_HF, "rms_norm_eps", eps),
-            "capture_after_engram": engine == "sglang" and _is_v41(name, config),
+        return cls(
+            num_chunks=_num_chunks(config),
+            target_hidden_size=target_hidden_size,
+            hidden_size=_size(config, "hidden_size"),
+            eps=number_field(_FROM_HF, "rms_norm_eps", config, default=1e-6),
+            capture_after_engram=engine == "sglang" and _is_v41(name, config),
             **VARIANTS[name](config),
-        }
-        for field in ("num_chunks", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
-            if fields[field] is None:
-                raise checks.error(ValueError, _FROM_HF, f"{field} is missing", "the drafter's")
-        return cls(**fields)
+        )
 
 
 _FROM_HF = "ContextKVConfig.from_hf"
 
 
-def _num_chunks(config: object) -> int | None:
+def _num_chunks(config: object) -> int:
     """The number of captured layers; where the config lists none, the drafter's number of layers."""
     nested = get_field(config, "dflash_config")
     for place in (config, nested):
         for name in ("target_layer_ids", "dspark_target_layer_ids"):
             if place is not None and (layer_ids := get_field(place, name)):
                 return len(checks.check_sequence(_FROM_HF, name, layer_ids, "a list of layers"))
-    return get_field(config, "num_hidden_layers")
+    return _size(config, "num_hidden_layers")
 
 
-def _size(config: object, name: str) -> int | None:
-    """A field as an int; None where the config has none."""
-    value = get_field(config, name)
-    return None if value is None else checks.check_int(_FROM_HF, name, value)
+def _size(config: object, name: str) -> int:
+    return needed_int_field(_FROM_HF, name, config)
 
 
 def _dense(config: object) -> dict[str, Any]:
@@ -187,17 +177,20 @@ def _dense(config: object) -> dict[str, Any]:
     if nested is not None and get_field(nested, "attention_value_scale") is not None:
         got, because = "attention_value_scale is given", "V is cached as it is projected; scale its rows of kv_proj"
         raise checks.error(ValueError, _FROM_HF, got, "none", because)
-    width, heads, head = (_size(config, name) for name in ("hidden_size", "num_attention_heads", "head_dim"))
-    head = width // heads if head is None and width and heads else head
+    width, heads = (int_field(_FROM_HF, name, config) for name in ("hidden_size", "num_attention_heads"))
+    head = int_field(_FROM_HF, "head_dim", config)
+    if head is None:
+        head = width // heads if width and heads else _size(config, "head_dim")
     rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
-    factor = get_field(config, "partial_rotary_factor") or (get_field(rope, "partial_rotary_factor") if rope else None)
-    if factor is not None and not 0 <= checks.check_number(_FROM_HF, "partial_rotary_factor", factor) <= 1:
+    factor = number_field(_FROM_HF, "partial_rotary_factor", config, rope, default=1.0)
+    if not 0 <= factor <= 1:
         raise checks.error(ValueError, _FROM_HF, f"partial_rotary_factor is {factor}", "one in [0, 1]")
     return {
-        "num_kv_heads": get_field(config, "num_key_value_heads"),
+        "num_layers": _size(config, "num_hidden_layers"),
+        "num_kv_heads": _size(config, "num_key_value_heads"),
         "head_dim": head,
-        "rotary_dim": None if factor is None or head is None else int(head * factor),
-        "bias": bool(get_field(config, "attention_bias")),
+        "rotary_dim": int(head * factor),
+        "bias": flag_field(_FROM_HF, "attention_bias", config),
     }
 
 
@@ -214,39 +207,38 @@ def _muse_spark(config: object) -> dict[str, Any]:
     ):
         if got not in (None, wanted):
             raise checks.error(ValueError, _FROM_HF, f"{name} is {got!r}", repr(wanted), because)
-    offset = 1.0 if get_field(config, "norm_zero_centered_gamma") else 0.0
+    offset = 1.0 if flag_field(_FROM_HF, "norm_zero_centered_gamma", config) else 0.0
     return _dense(config) | {"layer_norm": True, "k_norm": "unit", "interleaved": True, "norm_offset": offset}
 
 
 def _minimax_m3(config: object) -> dict[str, Any]:
-    offset = 1.0 if get_field(config, "use_gemma_norm") else 0.0
-    rotary = get_field(config, "rotary_dim")
+    offset = 1.0 if flag_field(_FROM_HF, "use_gemma_norm", config) else 0.0
+    rotary = int_field(_FROM_HF, "rotary_dim", config, at_least=0)
     return _dense(config) | {"norm_offset": offset} | ({} if rotary is None else {"rotary_dim": rotary})
 
 
 def _gemma4(config: object) -> dict[str, Any]:
-    if not get_field(config, "attention_k_eq_v"):
+    if not flag_field(_FROM_HF, "attention_k_eq_v", config):
         because = "a V of its own is normed too, which no kernel does"
         raise checks.error(ValueError, _FROM_HF, "attention_k_eq_v is not set", "True", because)
     globals_ = {"num_kv_heads": "num_global_key_value_heads", "head_dim": "global_head_dim"}
-    found = {field: get_field(config, name) for field, name in globals_.items()}
+    found = {field: int_field(_FROM_HF, name, config) for field, name in globals_.items()}
     return _dense(config) | {"values": "k"} | {field: value for field, value in found.items() if value is not None}
 
 
 def _kimi_k3(config: object) -> dict[str, Any]:
     """One latent head: kv_lora_rank normed columns, then those that rotate."""
     rank, rotary = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
-    head = None if rank is None or rotary is None else rank + rotary
-    latent = {"num_kv_heads": 1, "head_dim": head, "norm_width": rank, "rotary_begin": rank}
-    return latent | {"values": "none", "interleaved": True}
+    latent = {"num_kv_heads": 1, "head_dim": rank + rotary, "norm_width": rank, "rotary_begin": rank}
+    return latent | {"num_layers": _size(config, "num_hidden_layers"), "values": "none", "interleaved": True}
 
 
 def _deepseek_v4(config: object) -> dict[str, Any]:
     """One normed head, whose last columns rotate, for each DSpark stage in the checkpoint."""
     head, rotary = _size(config, "head_dim"), _size(config, "qk_rope_head_dim")
-    begin = None if head is None or rotary is None else head - rotary
-    stage = {"num_layers": get_field(config, "n_mtp_layers") or 3, "num_kv_heads": 1, "head_dim": head}
-    return stage | {"rotary_begin": begin, "values": "none", "interleaved": True}
+    stages = int_field(_FROM_HF, "n_mtp_layers", config) or 3
+    stage = {"num_layers": stages, "num_kv_heads": 1, "head_dim": head, "rotary_begin": head - rotary}
+    return stage | {"values": "none", "interleaved": True}
 
 
 def _is_v41(name: str, config: object) -> bool:

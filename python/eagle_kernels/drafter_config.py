@@ -57,6 +57,7 @@ _OF_DSPARK = {"deepseek_v4": "output", "deepseek_v41": "boundary"}
 # DFlash's ids name outputs for every target but this one, where SGLang takes the ids of some drafters for boundaries.
 _OF_SEVERAL_MEANINGS = ("muse_glimmer",)
 _MEANINGS = ("output", "boundary")
+ENGINES = ("sglang", "vllm", "transformers")
 _ALGORITHMS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 
 
@@ -273,7 +274,7 @@ class Eagle3Config:
             hidden_size=hidden_size,
             chunk_norm=_flag(config, "fc_norm") or _flag(config, "use_aux_norm"),
             concat_norm=_flag(config, "norm_before_fc"),
-            eps=checks.check_number(_FROM_HF, "rms_norm_eps", _one(config, "rms_norm_eps", default=1e-6)),
+            eps=number_field(_FROM_HF, "rms_norm_eps", {"rms_norm_eps": _one(config, "rms_norm_eps")}, default=1e-6),
             bias=_flag(config, "bias"),
             projection=_flag(config, "use_aux_hidden_state", default=True),
             norm_output=_flag(config, "norm_output") and trained_by != "specforge",
@@ -327,7 +328,7 @@ def _one(config: object, *keys: str, default: Any = None) -> Any:
 
 
 def _flag(config: object, key: str, default: bool = False) -> bool:
-    return checks.check_bool(_FROM_HF, key, _one(config, key, default=default))
+    return flag_field(_FROM_HF, key, {key: _one(config, key)}, default=default)
 
 
 def _find(config: object, *keys: str) -> dict[str, Any]:
@@ -357,3 +358,36 @@ def check_config(op: str, name: str, config: object) -> None:
 def get_field(section: object, key: str) -> Any:
     """A field of a Hugging Face config, which is a dict or an object with attributes; None where it is absent."""
     return section.get(key) if isinstance(section, Mapping) else getattr(section, key, None)
+
+
+def first_field(key: str, *sections: object) -> Any:
+    """A field of the first section that states it."""
+    return next((value for section in sections if (value := get_field(section, key)) is not None), None)
+
+
+def int_field(op: str, key: str, *sections: object, at_least: int = 1) -> int | None:
+    """A field as an int; None where no section states it."""
+    value = first_field(key, *sections)
+    return None if value is None else checks.check_int(op, key, value, at_least=at_least)
+
+
+def needed_int_field(op: str, key: str, *sections: object, whose: str = "the drafter's", at_least: int = 1) -> int:
+    value = int_field(op, key, *sections, at_least=at_least)
+    if value is None:
+        raise checks.error(ValueError, op, f"{key} is missing", whose)
+    return value
+
+
+def number_field(op: str, key: str, *sections: object, default: float) -> float:
+    value = first_field(key, *sections)
+    return default if value is None else checks.check_number(op, key, value)
+
+
+def flag_field(op: str, key: str, *sections: object, default: bool = False) -> bool:
+    value = first_field(key, *sections)
+    return default if value is None else checks.check_bool(op, key, value)
+
+
+def check_engine(op: str, engine: object) -> None:
+    if engine not in ENGINES:
+        raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .drafter_config import check_config, get_field
+from .drafter_config import check_config, flag_field, get_field, int_field, needed_int_field, number_field
 from .layers import VocabParallelEmbedding, parameter_of
 from .mtp_config import MTPConfig
 from .mtp_projection import EmbeddingHiddenProjection
@@ -70,21 +70,12 @@ class Eagle3QKVConfig:
         check_config(_FROM_HF, "config", config)
         layer = get_field(config, "transformer_layer_config") or config
 
-        def size(name: str, default: int | None = None) -> int:
-            value = get_field(layer, name)
-            if value is None and default is None:
-                raise checks.error(ValueError, _FROM_HF, f"{name} is missing", "an int")
-            return checks.check_int(_FROM_HF, name, default if value is None else value, at_least=1)
+        def size(name: str) -> int:
+            return needed_int_field(_FROM_HF, name, layer)
 
-        def flag(name: str, default: bool = False) -> bool:
-            places = (get_field(config, name), get_field(layer, name))
-            value = next((value for value in places if value is not None), default)
-            return checks.check_bool(_FROM_HF, name, value)
-
-        value = get_field(layer, "rms_norm_eps")
-        eps = 1e-6 if value is None else checks.check_number(_FROM_HF, "rms_norm_eps", value)
+        eps = number_field(_FROM_HF, "rms_norm_eps", layer, default=1e-6)
         is_speculators = get_field(config, "speculators_model_type") == "eagle3"
-        normed = flag("norm_before_residual", default=is_speculators)
+        normed = flag_field(_FROM_HF, "norm_before_residual", config, layer, default=is_speculators)
         hidden_size = size("hidden_size")
         if get_field(layer, "q_lora_rank") is not None:
             latent = (size("q_lora_rank"), size("kv_lora_rank") + size("qk_rope_head_dim"))
@@ -93,10 +84,10 @@ class Eagle3QKVConfig:
         return cls(
             hidden_size,
             heads,
-            size("num_key_value_heads", heads),
-            size("head_dim", max(hidden_size // heads, 1)),
+            int_field(_FROM_HF, "num_key_value_heads", layer) or heads,
+            int_field(_FROM_HF, "head_dim", layer) or max(hidden_size // heads, 1),
             eps=eps,
-            bias=flag("attention_bias"),
+            bias=flag_field(_FROM_HF, "attention_bias", config, layer),
             norm_before_residual=normed,
         )
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import checks
-from .drafter_config import check_config, get_field
+from .drafter_config import check_config, check_engine, flag_field, get_field, int_field, needed_int_field, number_field
 from .models import families, find_family
 
 if TYPE_CHECKING:
     from .models.family import EngineStage, ModelFamily, MTPStage
 
 ORDERS = ("embed,hidden", "hidden,embed")
-ENGINES = ("sglang", "vllm", "transformers")
 # What the next draft step reads: the layer's output after or before the final norm; the target's state, like the first
 # step; the residual streams; the normed output after Gemma 4's post_projection.
 CHAINS = ("normed", "pre-norm", "target", "streams", "projected")
@@ -92,26 +91,20 @@ class MTPConfig:
                 each residual stream by itself, one that the engine does not serve, an unknown engine, a missing
                 hidden_size.
         """
-        if engine not in ENGINES:
-            raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_engine(_FROM_HF, engine)
         check_config(_FROM_HF, "config", config)
         family, stage = _family_of(config)
         served = _engine_stage(family, stage, engine)
         text = get_field(config, "text_config") or config
-        width = get_field(text, "hidden_size")
-        if width is None:
-            raise checks.error(ValueError, _FROM_HF, "hidden_size is missing", "the target's width")
-        width = checks.check_int(_FROM_HF, "hidden_size", width, at_least=1)
+        width = needed_int_field(_FROM_HF, "hidden_size", text, whose="the target's width")
         # The assistant of Gemma 4 is narrower than the target whose states it reads.
-        backbone = get_field(config, "backbone_hidden_size")
-        hidden_size = width
-        if backbone is not None:
-            hidden_size = checks.check_int(_FROM_HF, "backbone_hidden_size", backbone, at_least=1)
+        hidden_size = int_field(_FROM_HF, "backbone_hidden_size", config) or width
         # Where a family's field has another name, transformers' own config may still call it rms_norm_eps (MiMo-V2).
-        eps = _number(text, stage.eps_field, _number(text, "rms_norm_eps", 1e-6))
+        eps = number_field(_FROM_HF, "rms_norm_eps", text, default=1e-6)
+        eps = number_field(_FROM_HF, stage.eps_field, text, default=eps)
         scale = hidden_size**0.5 if stage.embedding_scaled else None
         if stage.embedding_scale_field is not None:
-            scale = _number(text, stage.embedding_scale_field, 1.0)
+            scale = number_field(_FROM_HF, stage.embedding_scale_field, text, default=1.0)
         return cls(
             hidden_size=hidden_size,
             out_features=width,
@@ -120,12 +113,12 @@ class MTPConfig:
             enorm_eps=eps,
             hnorm_eps=eps,
             norm_offset=_norm_offset(family, stage, text),
-            bias=_flag(text, served.bias) if isinstance(served.bias, str) else served.bias,
+            bias=flag_field(_FROM_HF, served.bias, text) if isinstance(served.bias, str) else served.bias,
             embedding_scale=scale,
             round_embedding_scale=engine in family.scale_rounded_by,
             embedding_prenormed=stage.embedding_prenormed,
             mask_position_zero=served.zeroes_position_0,
-            chain="normed" if stage.chain_field and _flag(text, stage.chain_field) else served.chain,
+            chain="normed" if stage.chain_field and flag_field(_FROM_HF, stage.chain_field, text) else served.chain,
         )
 
 
@@ -179,13 +172,3 @@ def _norm_offset(family: ModelFamily, stage: MTPStage, text: object) -> float:
             return offset
     expected = f"one of {[known for known in offsets if known is not None]}"
     raise checks.error(ValueError, _FROM_HF, f"{name} is {value!r}", expected, "another norm is no RMSNorm")
-
-
-def _number(text: object, name: str, default: float) -> Any:
-    value = get_field(text, name)
-    return default if value is None else checks.check_number(_FROM_HF, name, value)
-
-
-def _flag(text: object, name: str) -> bool:
-    value = get_field(text, name)
-    return False if value is None else checks.check_bool(_FROM_HF, name, value)

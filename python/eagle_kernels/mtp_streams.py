@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from . import checks
-from .drafter_config import check_config, get_field
+from .drafter_config import check_config, check_engine, get_field, needed_int_field, number_field
 from .layers import VocabParallelEmbedding, parameter_of, project_onto
-from .mtp_config import ENGINES, MTPConfig, family_of_streams
+from .mtp_config import MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
 from .ops.sources import Sources
@@ -69,26 +69,19 @@ class MTPStreamsConfig(MTPConfig):
             ValueError: another model type, an unknown engine, a missing width or number of streams.
         """
         op = "MTPStreamsConfig.from_hf"
-        if engine not in ENGINES:
-            raise checks.error(ValueError, op, f"engine is {engine!r}", " or ".join(map(repr, ENGINES)))
+        check_engine(op, engine)
         check_config(op, "config", config)
         family, stage, count = family_of_streams(op, config)
         served = stage.engines.get(engine, stage.transformers)
         text = get_field(config, "text_config") or config
-        sizes = {}
-        for name in ("hidden_size", count):
-            if get_field(text, name) is None:
-                raise checks.error(ValueError, op, f"{name} is missing", "the target's")
-            sizes[name] = checks.check_int(op, name, get_field(text, name), at_least=1)
-        eps = get_field(text, "rms_norm_eps")
-        eps = 1e-6 if eps is None else checks.check_number(op, "rms_norm_eps", eps)
+        eps = number_field(op, "rms_norm_eps", text, default=1e-6)
         return cls(
-            hidden_size=sizes["hidden_size"],
+            hidden_size=needed_int_field(op, "hidden_size", text, whose="the target's"),
             enorm_eps=eps,
             hnorm_eps=eps,
             norm_offset=family.norm_offset,
             mask_position_zero=served.zeroes_position_0,
-            num_streams=sizes[count],
+            num_streams=needed_int_field(op, count, text, whose="the target's"),
             hnorm_over=stage.hnorm_over,
         )
 

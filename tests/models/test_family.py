@@ -15,10 +15,10 @@ import torch.nn.functional as F
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
 from eagle_kernels import models
-from eagle_kernels.drafter_config import _OTHER_MODEL_TYPES, LAYER_ID_RULES
+from eagle_kernels.drafter_config import _OTHER_MODEL_TYPES, ENGINES, LAYER_ID_RULES
 from eagle_kernels.model_shapes import model_shapes
 from eagle_kernels.models import families, find_family
-from eagle_kernels.mtp_config import CHAINS, ENGINES, ORDERS
+from eagle_kernels.mtp_config import CHAINS, ORDERS
 from family_checks import norm_of
 
 FAMILIES = [pytest.param(family, id=name) for name, family in families().items()]
