@@ -154,6 +154,20 @@ def test_functorch_sees_the_registered_op(op: str, registered: list[str]) -> Non
 
 
 @pytest.mark.parametrize("op", CALLS)
+def test_a_trace_is_refused(op: str) -> None:
+    """torch.jit.trace records nothing of a call that goes straight to its kernel: the function that it returned gave
+    new memory as it was."""
+    call, columns = CALLS[op]
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        call(torch.empty(T, columns).bfloat16())
+        return x
+
+    with pytest.raises(RuntimeError, match=r"^eagle_kernels: torch\.jit\.trace is tracing the call, expected torch"):
+        torch.jit.trace(traced, torch.ones(1))
+
+
+@pytest.mark.parametrize("op", CALLS)
 def test_tensor_subclasses_see_the_registered_op(op: str, registered: list[str]) -> None:
     call, columns = CALLS[op]
     call(TwoTensor(torch.empty(T, columns).bfloat16(), torch.empty(T, columns).bfloat16()))

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-
-from .dispatch import has_tangent, requires_grad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 2**31 - 1  # K*H: csrc/sources.cpp
@@ -230,6 +229,17 @@ def check_ids(op: str, name: str, tensor: Any) -> None:
     check_dtype(op, name, tensor, (torch.int32, torch.int64))
     if tensor.dim() != 1:
         raise shape_error(op, name, tensor, "(N,)")
+
+
+def requires_grad(operands: Iterable[Tensor | None]) -> bool:
+    return any(operand is not None and operand.requires_grad for operand in operands)
+
+
+def has_tangent(operands: Iterable[Tensor | None]) -> bool:
+    """Whether one of these has a tangent of forward-mode differentiation, which torch.no_grad does not turn off."""
+    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
+        return False
+    return any(operand is not None and forward_ad.unpack_dual(operand).tangent is not None for operand in operands)
 
 
 def check_inference(op: str, tensors: Sequence[Tensor | None]) -> None:

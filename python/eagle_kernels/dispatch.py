@@ -14,8 +14,10 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import library
+from .checks import error, requires_grad
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing  # by torch.jit.trace; torch.jit.is_tracing takes 0.1 us more
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
 OPERANDS = frozenset({Tensor, torch.nn.Parameter, type(None)})
@@ -29,6 +31,10 @@ def is_plain(*operands: Any) -> bool:
     CUDA tensor. A list where an op takes a tensor passes here; the op's checks refuse it."""
     if is_compiling() or _dispatch_modes() or not _are_plain(*operands):
         return False
+    if _is_tracing():
+        because = "a trace has no call that goes past torch's dispatcher"
+        got, expected = "torch.jit.trace is tracing the call", "torch.compile or torch.export"
+        raise error(RuntimeError, "eagle_kernels", got, expected, because)
     if _functorch_level() is not None or forward_ad._current_level >= 0:
         return False
     first = operands[0]
@@ -52,14 +58,3 @@ def _have_plain_types(*operands: Any) -> bool:
 
 # Compiled: 0.2 us for the operands of norm_concat_linear, where Python takes 0.6.
 _are_plain = vars(library.primitives).get("are_plain", _have_plain_types)
-
-
-def requires_grad(operands: Iterable[Tensor | None]) -> bool:
-    return any(operand is not None and operand.requires_grad for operand in operands)
-
-
-def has_tangent(operands: Iterable[Tensor | None]) -> bool:
-    """Whether one of these has a tangent of forward-mode differentiation, which torch.no_grad does not turn off."""
-    if forward_ad._current_level < 0 or not torch._C._is_fwd_grad_enabled():
-        return False
-    return any(operand is not None and forward_ad.unpack_dual(operand).tangent is not None for operand in operands)

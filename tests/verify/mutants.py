@@ -281,6 +281,7 @@ MUTANTS = (
     Mutant(DISPATCH, "is_compiling() or ", ""),
     Mutant(DISPATCH, "or _dispatch_modes() ", ""),
     Mutant(DISPATCH, " or not _are_plain(*operands)", ""),
+    Mutant(DISPATCH, "if _is_tracing():", "if False:"),
     Mutant(DISPATCH, "OPERANDS.issuperset(map(type, _each(operands)))", "True"),
     Mutant(DISPATCH, "if type(operand) is list:", "if False:"),
     Mutant(DISPATCH, "requires_grad(_each(operands))", "requires_grad(operands[-1:])"),
