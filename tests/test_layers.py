@@ -383,6 +383,35 @@ def test_weights_that_are_no_plain_parameters() -> None:
     assert torch.equal(wrapped(chunks), plain(chunks))
 
 
+def test_a_scale_keeps_its_value_where_weights_lose_theirs() -> None:
+    """No state_dict has the scale, and to_empty left whatever was in its new memory."""
+    full, ids = torch.randn(64, H).bfloat16(), torch.arange(64)
+    scale = torch.tensor(2560**0.5, dtype=torch.bfloat16)
+    for device in ("meta", "cpu"):
+        embedding = ek.VocabParallelEmbedding(64, H, scale=scale, dtype=torch.bfloat16, device=device)
+        embedding.to_empty(device="cpu").load_state_dict({"weight": full})
+        assert torch.equal(embedding(ids), full * scale)
+    assert embedding.to("meta").to_empty(device="cpu").scale_tensor == scale
+    scale.mul_(2)
+    assert torch.equal(ek.VocabParallelEmbedding(64, H, scale=scale).float().scale_tensor, scale.float())
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind", "message"),
+    [
+        (torch.tensor([2.0]), ValueError, "scale has shape (1,), expected a 0-d tensor or a float"),
+        (torch.tensor(2), TypeError, "scale has dtype torch.int64, expected torch.bfloat16 or"),
+        (torch.tensor(2.0).double(), TypeError, "scale has dtype torch.float64, expected torch.bfloat16 or"),
+        (torch.tensor(2.0, device="meta"), ValueError, "scale is on meta, expected a tensor with a value"),
+        ("2", TypeError, "scale is a str, expected a number or a 0-d tensor"),
+    ],
+    ids=["1-D", "int", "fp64", "meta", "str"],
+)
+def test_a_scale_that_is_no_floating_number_is_refused(scale: object, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{re.escape(f'VocabParallelEmbedding: {message}')}"):
+        ek.VocabParallelEmbedding(64, H, scale=scale)
+
+
 class Adapted(torch.nn.Module):
     """As PEFT's lora.Linear: weight and bias are properties that read the layer inside."""
 

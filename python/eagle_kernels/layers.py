@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
 from .ops.sources import Sources
-from .ops.vocab_parallel_embedding import check_table
+from .ops.vocab_parallel_embedding import check_scale, check_table
 from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
 from .quantized_linear import LOAD, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
 from .vocab_shard import VocabShard, shard_vocab_weight
@@ -289,11 +289,18 @@ class VocabParallelEmbedding(nn.Module):
         self.shard = shard
         self.process_group = process_group
         self.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight, requires_grad=False)
-        self.scale_tensor: Tensor | None
-        self.register_buffer("scale_tensor", scale if isinstance(scale, Tensor) else None, persistent=False)
-        if scale is not None and not isinstance(scale, Tensor):
-            scale = checks.check_number("VocabParallelEmbedding", "scale", scale, "a number or a 0-d tensor")
+        op = "VocabParallelEmbedding"
+        if isinstance(scale, Tensor):
+            check_scale(op, scale)
+            if scale.is_meta:
+                raise checks.error(ValueError, op, "scale is on meta", "a tensor with a value", "no file stores it")
+            self._scale_number = scale.item()
+        elif scale is not None:
+            scale = checks.check_number(op, "scale", scale, "a number or a 0-d tensor")
         self.scale = None if isinstance(scale, Tensor) else scale
+        self.scale_tensor: Tensor | None
+        of_tensor = scale.to(weight.device) if isinstance(scale, Tensor) else None
+        self.register_buffer("scale_tensor", of_tensor, persistent=False)
 
     def forward(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[*ids.shape, H]; ids outside the vocabulary give zero rows."""
@@ -303,6 +310,17 @@ class VocabParallelEmbedding(nn.Module):
     @property
     def own_scale(self) -> float | Tensor | None:
         return self.scale if self.scale_tensor is None else self.scale_tensor
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """With the scale's value, which `to_empty` would lose and no state_dict restores."""
+        before = self._buffers["scale_tensor"]
+        if type(before) is Tensor and not before.is_meta:
+            self._scale_number = before.item()
+        super()._apply(fn, recurse)
+        after = self._buffers["scale_tensor"]
+        if after is not None and after is not before and not after.is_meta:
+            after.fill_(self._scale_number)
+        return self
 
     def reduce(self, rows: Tensor) -> Tensor:
         """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""

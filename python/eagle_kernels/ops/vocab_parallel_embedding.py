@@ -97,6 +97,13 @@ def check_table(op: str, weight: Tensor, shard: VocabShard) -> None:
         raise checks.shape_error(op, "weight", weight, f"(rows, H) = ({shard.rows}, *)", because)
 
 
+def check_scale(op: str, scale: Tensor) -> None:
+    checks.check_tensor(op, "scale", scale)
+    checks.check_dtype(op, "scale", scale, checks.DTYPES)
+    if scale.dim() != 0:
+        raise checks.shape_error(op, "scale", scale, "a 0-d tensor or a float")
+
+
 def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     checks.check_operand(OP, "out", out, weight, "weight")
     checks.check_inference(OP, (out,))
@@ -159,10 +166,7 @@ class VocabParallelEmbedding(NamedTuple):
         checks.check_last_dim_contiguous(OP, "weight", weight)
         self._check_bounds()
         if scale_tensor is not None:
-            checks.check_tensor(OP, "scale", scale_tensor)
-            checks.check_dtype(OP, "scale", scale_tensor, checks.DTYPES)
-            if scale_tensor.dim() != 0:
-                raise checks.shape_error(OP, "scale", scale_tensor, "a 0-d tensor or a float")
+            check_scale(OP, scale_tensor)
             checks.check_device(OP, "scale", scale_tensor, weight.device, "weight")
         checks.check_inference(OP, (weight, scale_tensor))
 
