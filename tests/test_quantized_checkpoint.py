@@ -997,6 +997,19 @@ def test_a_norm_before_fc_that_the_config_forgot_is_refused() -> None:
         context().load_checkpoint(dense_weights("context") | {"aux_hidden_norms.0.weight": torch.ones(H)})
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_a_weight_in_fp64_is_no_codes(module: str) -> None:
+    """It was said to lack its scale."""
+    make, named, stem = MODULES[module]
+    weights, name = dense_weights(module), f"{named(stem)}.weight"
+    weights[name] = weights[name].double()
+    message = (
+        rf"load_checkpoint: {re.escape(name)} has dtype torch\.float64, expected torch\.bfloat16 or torch\.float16"
+    )
+    with pytest.raises(TypeError, match=message):
+        make().load_checkpoint(weights)
+
+
 RANGES = ["input_quantizer._amax", "weight_quantizer.0._amax"]
 OF_ACTIVATIONS = ["input_scale", "activation_scale", "input_zero_point", "qscale_act", "k_scale", *RANGES]
 

@@ -80,6 +80,8 @@ def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
         return int4_checkpoint.packed_of(stored).dequantize(op, codes_name)
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
+    if codes.is_floating_point() and codes.itemsize > 1:  # numbers, no codes
+        checks.check_dtype(op, codes_name, codes, checks.DTYPES)
     scale_names = [names[parameter] for parameter in _SCALES if parameter in names]
     if len(scale_names) > 1:
         raise checks.error(ValueError, op, f"weights has {' and '.join(scale_names)}", "one of them", "both scale it")
