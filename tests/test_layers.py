@@ -82,6 +82,27 @@ def test_projection_matches_float64(dtype: torch.dtype, norms: dict, packed: boo
         assert error < (3 * 2**-9 / 3**0.5 if dtype == torch.bfloat16 else 1e-6)
 
 
+FRESH = {
+    "Eagle3Projection": lambda offset: ek.Eagle3Projection(
+        ek.Eagle3Config(K, H, D, chunk_norm=True, concat_norm=True, norm_offset=offset)
+    ),
+    "MTPProjection": lambda offset: ek.MTPProjection(ek.MTPConfig(H, norm_offset=offset)),
+    "MTPStreamsProjection": lambda offset: ek.MTPStreamsProjection(
+        ek.MTPStreamsConfig(H, norm_offset=offset, hnorm_over="row")
+    ),
+    "ContextKV": lambda offset: ek.ContextKV(
+        ek.ContextKVConfig(K, H, D, 1, 1, 8, chunk_norm=True, layer_norm=True, norm_offset=offset)
+    ),
+}
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("make", FRESH.values(), ids=FRESH)
+def test_a_fresh_norm_has_unit_gain(make: Callable, offset: float) -> None:
+    gains = [norm.weight for norm in make(offset).modules() if isinstance(norm, torch.nn.RMSNorm)]
+    assert gains and all(torch.equal(offset + gain, torch.ones_like(gain)) for gain in gains)
+
+
 @pytest.mark.parametrize("norms", NORMS)
 def test_state_dict_names_are_those_of_checkpoints(norms: dict) -> None:
     layer = make_layer(**norms)

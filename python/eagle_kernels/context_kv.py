@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import checks
 from .dispatch import is_plain
 from .drafter_config import check_config, check_engine, flag_field, get_field, int_field, needed_int_field, number_field
-from .layers import parameter_of, project_onto, weight_and_bias
+from .layers import parameter_of, project_onto, unit_norm, weight_and_bias
 from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
@@ -302,17 +302,14 @@ class ContextKV(LoadsProjections):
         H, L = config.hidden_size, config.num_layers
 
         def norms(count: int, width: int) -> nn.ModuleList:
-            return nn.ModuleList([nn.RMSNorm(width, config.eps, **factory) for _ in range(count)])
+            return nn.ModuleList([unit_norm(width, config.eps, config.norm_offset, **factory) for _ in range(count)])
 
         self.aux_norm = norms(config.num_chunks if config.chunk_norm else 0, config.target_hidden_size)
         self.fc: DenseLinear | QuantizedLinear = self._dense_fc(**factory)
-        self.hidden_norm = nn.RMSNorm(H, config.eps, **factory)
+        self.hidden_norm = unit_norm(H, config.eps, config.norm_offset, **factory)
         self.layer_norm = norms(L if config.layer_norm else 0, H)
         self.kv_proj: DenseLinear | QuantizedLinear = self._dense_kv_proj(**factory)
         self.k_norm = norms(L if config.k_norm == "weight" else 0, config.normed_columns)
-        for norm in self.modules():
-            if isinstance(norm, nn.RMSNorm):
-                norm.weight.data.fill_(1 - config.norm_offset)
         self.requires_grad_(False)
 
     def _dense_fc(self, **factory: Any) -> DenseLinear:

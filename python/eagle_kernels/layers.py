@@ -66,6 +66,13 @@ def weight_and_bias(linear: Any) -> tuple[Any, Any]:
         return parameter_of(linear), parameter_of(linear, "bias")
 
 
+def unit_norm(width: int, eps: float, norm_offset: float, **factory: Any) -> nn.RMSNorm:
+    """A norm whose gain, norm_offset + weight, is 1."""
+    norm = nn.RMSNorm(width, eps, **factory).requires_grad_(False)
+    norm.weight.fill_(1 - norm_offset)
+    return norm
+
+
 class Eagle3Projection(LoadsProjections):
     """The `fc` block of an EAGLE-3 drafter: y = fc(fc_norm(input_norm(cat of K captured layers))).
 
@@ -98,12 +105,13 @@ class Eagle3Projection(LoadsProjections):
         width = config.num_chunks * config.target_hidden_size
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.fc: PackableLinear | QuantizedLinear = self._dense_fc(**factory)
+        of_norm = config.eps, config.norm_offset
         norms = [
-            nn.RMSNorm(config.target_hidden_size, config.eps, **factory)
+            unit_norm(config.target_hidden_size, *of_norm, **factory)
             for _ in range(config.num_chunks if config.chunk_norm else 0)
         ]
         self.register_module("fc_norm", nn.ModuleList(norms) if config.chunk_norm else None)
-        self.register_module("input_norm", nn.RMSNorm(width, config.eps, **factory) if config.concat_norm else None)
+        self.register_module("input_norm", unit_norm(width, *of_norm, **factory) if config.concat_norm else None)
         self.requires_grad_(False)
 
     def _dense_fc(self, **factory: Any) -> PackableLinear:

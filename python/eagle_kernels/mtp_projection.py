@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .dispatch import is_plain
-from .layers import VocabParallelEmbedding, parameter_of, project_onto
+from .layers import VocabParallelEmbedding, parameter_of, project_onto, unit_norm
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
@@ -53,9 +53,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         *norms, projection = self.NAMES
         for name, eps in zip(norms if config.normed else (), (config.enorm_eps, config.hnorm_eps), strict=False):
-            norm = nn.RMSNorm(config.hidden_size, eps, **factory)
-            norm.weight.data.fill_(1 - config.norm_offset)
-            self.add_module(name, norm)
+            self.add_module(name, unit_norm(config.hidden_size, eps, config.norm_offset, **factory))
         self.add_module(projection, self._dense(**factory))
         self.requires_grad_(False)
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import checks
 from .drafter_config import check_config, check_engine, get_field, needed_int_field, number_field
-from .layers import VocabParallelEmbedding, parameter_of, project_onto
+from .layers import VocabParallelEmbedding, parameter_of, project_onto, unit_norm
 from .mtp_config import MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
@@ -116,8 +116,7 @@ class MTPStreamsProjection(MTPProjection):
         super().__init__(config, max_tokens=max_tokens, dtype=dtype, device=device)
         if config.hnorm_over == "row":
             width = config.num_streams * config.hidden_size
-            self.hnorm = nn.RMSNorm(width, config.hnorm_eps, dtype=dtype, device=device).requires_grad_(False)
-            self.hnorm.weight.data.fill_(1 - config.norm_offset)
+            self.hnorm = unit_norm(width, config.hnorm_eps, config.norm_offset, dtype=dtype, device=device)
 
     def load_checkpoint(
         self, weights: str | os.PathLike | Mapping[str, Tensor], *, layer: int | None = None
