@@ -38,7 +38,8 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
     Raises:
         ValueError: an op that does not exist.
         TypeError: an argument that the op does not have, or none where the plan depends on it.
-        TypeError, ValueError: as the op, for those arguments.
+        TypeError, ValueError: `norm_concat`, `norm_concat_linear`: as the op, but for `out`. The plan of the other ops
+            depends on the device of the first argument, which alone is checked.
         RuntimeError: a backend forced by EAGLE_KERNELS_BACKEND that cannot run the call.
 
     >>> print(explain("norm_concat_linear", chunks, weight))

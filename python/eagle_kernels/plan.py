@@ -22,8 +22,9 @@ _warn_once = functools.cache(logging.getLogger("eagle_kernels").warning)
 
 SETTINGS = environment.read_settings()
 
-# In order of preference; `reference` is plain torch and runs wherever torch does. CUDA comes before Triton because its
-# launch is a call in C++, where Triton's launcher is Python. Times of the kernels themselves are at cuda_projection.
+# In order of preference; `reference` is plain torch and runs wherever torch does. CUDA comes before Triton because the
+# host takes 1.4 to 2.5 times as long for a call of Triton's: 7.6 us instead of 3.3 for capture_hidden, 12.2 instead of
+# 7.0 for norm_concat_linear (bench/results/*/host_launches.json). Times of the kernels are at cuda_projection.
 _PREFERENCE = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 _DEFAULT_PREFERENCE = ("reference",)
 COMPILED = ("cpu", "cuda")  # the backends behind `library.primitives`, which picks by the tensors' device
@@ -457,7 +458,7 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
 
 
 def cuda_projection(problem: Problem) -> Plan:
-    """C++ before Triton, whose calls cost the host ten times as much.
+    """C++ before Triton, whose calls cost the host 1.4 to 2.5 times as much.
 
     On an H100, us of CUDA / Triton at T = 1 to 16, K=3, calls back to back: H=D=4096 39.8 to 41.0 / 39.6 to 40.7, 2880
     24.2 to 24.9 / 31.3 to 33.4, 896 6.8 to 7.0 / 5.7 to 6.6; CUDA takes 0.7 to 1.3 less since the blocks of a cluster
