@@ -13,7 +13,9 @@ from torch import Tensor
 
 from .. import library
 from ..dispatch import increment_version
+from ..library import registered_ops
 from ..plan import COMPILED, Plan
+from .sources import Sources
 
 
 class Primitive(Protocol):
@@ -42,6 +44,24 @@ def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
         record.check()
         record.reference()
     increment_version(outputs)
+
+
+def call_registered(
+    name: str, sources: Sources, following: tuple, out: Tensor | None, expected: tuple[str, int, str]
+) -> Tensor:
+    """The registered op `name`, which PyTorch sees, for arguments that are checked.
+
+    following: the arguments behind the sources. expected: the op's name in messages, and the columns of its result with
+    what they are, which `out` has to have.
+    """
+    matrices = sources.as_matrices()
+    if out is None:
+        result = getattr(registered_ops, name)(*matrices, *following)
+        return result.squeeze(0) if sources.is_one_row else result
+    op, columns, meaning = expected
+    sources.check_out(op, out, columns, meaning)
+    getattr(registered_ops, f"{name}_out")(*matrices, *following, out.unsqueeze(0) if sources.is_one_row else out)
+    return out
 
 
 @functools.cache

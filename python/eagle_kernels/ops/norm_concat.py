@@ -14,9 +14,9 @@ from torch import Tensor
 
 from .. import checks
 from ..dispatch import is_plain
-from ..library import register_with_out, registered_ops
+from ..library import register_with_out
 from ..plan import Plan, choose
-from .call import run
+from .call import call_registered, run
 from .sources import Sources, formula
 
 OP = "norm_concat"
@@ -69,13 +69,7 @@ def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
         run(NormConcat(sources, out), _plan(sources), (out,))
         return out
     sources.check(OP)
-    matrices = sources.as_matrices()
-    if out is None:
-        normed = registered_ops.norm_concat(*matrices)
-        return normed.squeeze(0) if sources.is_one_row else normed
-    sources.check_out(OP, out, sources.width, "K*H")
-    registered_ops.norm_concat_out(*matrices, out.unsqueeze(0) if sources.is_one_row else out)
-    return out
+    return call_registered(OP, sources, (), out, (OP, sources.width, "K*H"))
 
 
 class NormConcat(NamedTuple):

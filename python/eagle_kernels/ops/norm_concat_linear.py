@@ -19,12 +19,12 @@ from torch import Tensor
 from .. import checks, library
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
-from ..library import register_with_out, registered_ops
+from ..library import register_with_out
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
 from . import norm_concat_linear_quantized as quantized
-from .call import check, run_primitive, triton_kernels
+from .call import call_registered, check, run_primitive, triton_kernels
 from .norm_concat import ARGUMENTS, NormConcat
 from .projection import OP, Projection, eps_name, expected_weight, project_formula
 from .sources import Sources, formula, is_number
@@ -92,14 +92,7 @@ def project(sources: Sources, projection: Projection, out: Tensor | None = None)
         return run(sources, projection, out)
     sources.check(OP, eps_name(projection.post_norm_weight))
     projection.check(sources)
-    matrices = sources.as_matrices()
-    if out is None:
-        projected = registered_ops.norm_concat_linear(*matrices, *projection)
-        return projected.squeeze(0) if sources.is_one_row else projected
-    sources.check_out(OP, out, weight.shape[0], "D")
-    rows = out.unsqueeze(0) if sources.is_one_row else out
-    registered_ops.norm_concat_linear_out(*matrices, *projection, rows)
-    return out
+    return call_registered(OP, sources, projection, out, (OP, weight.shape[0], "D"))
 
 
 def _split_eps(eps: float | Sequence[float], post_norm_weight: Tensor | None) -> tuple[float | Sequence[float], float]:

@@ -16,11 +16,11 @@ from torch import Tensor
 from .. import checks, library
 from .. import plan as plans
 from ..dispatch import increment_version, is_plain
-from ..library import register_with_out, registered_ops
+from ..library import register_with_out
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import E8M0, WEIGHT_FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment, row_stride
-from .call import check, triton_kernels
+from .call import call_registered, check, triton_kernels
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
 from .sources import Sources, formula
@@ -73,14 +73,7 @@ def project(sources: Sources, projection: QuantizedProjection, out: Tensor | Non
         return run(sources, projection, out)
     sources.check(OP, eps_name(projection.post_norm_weight))
     projection.check(sources)
-    matrices = sources.as_matrices()
-    if out is None:
-        projected = registered_ops.norm_concat_linear_quantized(*matrices, *projection.for_schema())
-        return projected.squeeze(0) if sources.is_one_row else projected
-    sources.check_out(OP, out, projection.weight.shape[0], "D")
-    rows = out.unsqueeze(0) if sources.is_one_row else out
-    registered_ops.norm_concat_linear_quantized_out(*matrices, *projection.for_schema(), rows)
-    return out
+    return call_registered(PRIMITIVE, sources, projection.for_schema(), out, (OP, weight.shape[0], "D"))
 
 
 class NormConcatLinearQuantized(NamedTuple):
@@ -191,38 +184,37 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
         if is_unlike or (rows == 1 and plans.SETTINGS.batch_invariant):
             NormConcatLinearQuantized(sources, projection, out).check()
             plan = plan_of(sources, weight, rows, has_post_norm)
-    while plan.backend in COMPILED:
-        kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
-        try:
-            library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
-            if not is_new:  # autograd has saved nothing of a new tensor
-                increment_version((out,))
-            return out
-        except RuntimeError:
-            NormConcatLinearQuantized(sources, projection, out).check()
-            refused, plan = plan, plan_of(sources, weight, rows, has_post_norm)
-            if (plan.backend, plan.kernel) == (refused.backend, refused.kernel):
-                raise  # not an argument: the device failed
-    record = NormConcatLinearQuantized(sources, projection, out)
-    if plan.backend == "triton":
-        check(record, PRIMITIVE)
-    else:
-        record.check()
-    if not _ran_triton(record, plan):
+    if not _run_plan(plan, sources, projection, out):
         # This plan is for exactly these operands, and may be of another backend.
         plan = plan_of(sources, weight, rows, has_post_norm)
-        if plan.backend in COMPILED:
-            kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
-            library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
-        elif not _ran_triton(record, plan):
-            record.reference()
-    increment_version((out,))
+        if not _run_plan(plan, sources, projection, out):
+            NormConcatLinearQuantized(sources, projection, out).reference()
+    if not is_new:  # autograd has saved nothing of a new tensor
+        increment_version((out,))
     return out
 
 
-def _ran_triton(record: NormConcatLinearQuantized, plan: Plan) -> bool:
-    sources, projection, out = record
-    return plan.backend == "triton" and triton_kernels(OP).run(sources, projection, out, plan)
+def _run_plan(plan: Plan, sources: Sources, projection: QuantizedProjection, out: Tensor) -> bool:
+    """Whether the plan's kernel has written `out`: it may not take operands that are not what the plan was made for."""
+    if plan.backend in COMPILED:
+        kernel = _KERNELS.get((plan.backend, plan.kernel), 0)
+        try:
+            library.primitives.norm_concat_linear_quantized_out(*_for_primitive(sources, projection, out, kernel))
+            return True
+        except RuntimeError:
+            NormConcatLinearQuantized(sources, projection, out).check()
+            has_post_norm = projection.post_norm_weight is not None
+            exact = plan_of(sources, projection.weight, sources.rows, has_post_norm)
+            if (exact.backend, exact.kernel) == (plan.backend, plan.kernel):
+                raise  # not an argument: the device failed
+            return False
+    record = NormConcatLinearQuantized(sources, projection, out)
+    if plan.backend == "triton":
+        check(record, PRIMITIVE)
+        return triton_kernels(OP).run(sources, projection, out, plan)
+    record.check()
+    record.reference()
+    return True
 
 
 _SOURCES = len(Sources._fields)
