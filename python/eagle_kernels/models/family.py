@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class EngineStage:
@@ -98,7 +96,7 @@ class ModelFamily:
     target_architectures: those that tell the family from another one with the same model types.
     norm_offset: the gain of the target's and its MTP layers' norms is norm_offset + weight.
     embedding_scaled: the target multiplies its embeddings by sqrt(H).
-    scale_rounded_by: the engines that round sqrt(H) to the table's dtype first; `embedding_scale` gives the number.
+    scale_rounded_by: the engines that round sqrt(H) to the table's dtype first: `MTPConfig.round_embedding_scale`.
     layer_ids: what the layer ids of an EAGLE-3 checkpoint mean, a name of `drafter_config.LAYER_ID_RULES`; None where
         no engine captures layers of this target.
     mtp: the input stage of its MTP layers, or None.
@@ -124,10 +122,3 @@ class ModelFamily:
         """Every architecture that names the family: those of its drafters and `target_architectures`."""
         served = self.mtp.engines.values() if self.mtp else ()
         return frozenset(self.target_architectures).union(*(engine.architectures for engine in served))
-
-    def embedding_scale(self, hidden_size: int, dtype: torch.dtype, *, engine: str) -> float | None:
-        """What `engine` multiplies a row of a table of `dtype` by, in fp32; None where it does not."""
-        if not self.embedding_scaled:
-            return None
-        scale = hidden_size**0.5
-        return torch.tensor(scale, dtype=dtype, device="cpu").item() if engine in self.scale_rounded_by else scale
