@@ -1,6 +1,7 @@
 """Where a stage runs on the op: at the timed row counts where it was faster, and between two of these."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import time
@@ -125,6 +126,31 @@ def test_a_shape_is_settled_once() -> None:
         with pytest.raises(RuntimeError, match="no more"):
             decision.once("c", fails)
     assert len(failed) == 1
+
+
+def test_a_stage_is_timed_once_by_what_its_times_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever key a caller gives: other rows, another width, dtype or number of threads are timed anew."""
+    done: list[str] = []
+
+    def seconds_per_call(calls: list, rows: tuple, width: int, like: torch.Tensor) -> list[list[float]]:
+        done.append("timed")
+        return [[float(len(rows))] * len(rows) for _ in calls]
+
+    monkeypatch.setattr(decision, "seconds_per_call", seconds_per_call)
+    agree = functools.partial(decision.agreed_seconds, group=None)
+    like = torch.empty(0)
+
+    def timed(rows: tuple = (1, 4), width: int = 8, like: torch.Tensor = like) -> list:
+        return decision.timed(("e",), [None, None], rows, width, like, lambda: done.append("checked"), agree)
+
+    assert timed() == timed() == [(2.0, 2.0), (2.0, 2.0)]
+    assert done == ["checked", "timed"]
+    timed(rows=(1, 2))
+    timed(width=9)
+    timed(like=like.half())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    timed()
+    assert done == ["checked", "timed"] * 5
 
 
 def test_a_failure_is_kept_without_what_its_frames_hold() -> None:

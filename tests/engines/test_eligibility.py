@@ -151,6 +151,13 @@ def test_norm_unsupported_reason() -> None:
     )
     assert unsupported(nn.RMSNorm(H, elementwise_affine=False)) == "its norm has no weight"
     assert "OtherPluginsNorm" in unsupported(OtherPluginsNorm(H))
+    of_engine = nn.RMSNorm(H, dtype=torch.bfloat16)
+    of_engine.variance_size_override, of_engine.has_weight = None, True
+    assert unsupported(of_engine) is None
+    of_engine.has_weight = False
+    assert unsupported(of_engine) == "its norm has no weight"
+    of_engine.variance_size_override = 8
+    assert unsupported(of_engine) == "its norm takes the variance of 8 columns only"
 
 
 def test_each_message_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

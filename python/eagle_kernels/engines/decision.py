@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,6 +187,33 @@ def agreed_seconds(
     finally:
         failure = None  # whose frames have this one in them, and what was evicted
     return seconds
+
+
+def timed(
+    key: tuple,
+    calls: Sequence[Call],
+    rows: Sequence[int],
+    width: int,
+    like: Tensor,
+    check: Callable[[], None],
+    agree: Callable[[Callable[[], list[list[float]]], int, int], list[list[float]]],
+) -> list[tuple[float, ...]]:
+    """The seconds of each call at each row count, the engine's first: timed once per process, agreed over all ranks.
+
+    Args:
+        key: what the times depend on beside the arguments and the number of threads.
+        rows, width, like: as in `seconds_per_call`.
+        check: compares what is timed with the engine before; it raises where the results differ.
+        agree: `agreed_seconds` over the engine's group.
+    """
+
+    def measure() -> list[list[float]]:
+        check()
+        return seconds_per_call(calls, rows, width, like)
+
+    of_call = (width, tuple(rows), like.dtype, like.device, torch.get_num_threads())
+    seconds: Any = once((*key, *of_call), lambda: agree(measure, len(calls), len(rows)))
+    return list(map(tuple, seconds))
 
 
 def normal_rows(T: int, width: int, like: Tensor) -> Tensor:

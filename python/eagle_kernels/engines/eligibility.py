@@ -72,11 +72,14 @@ def is_column_shard(linear: Any) -> bool:
 
 
 def norm_unsupported_reason(norm: nn.Module, known: Collection[type], dtype: torch.dtype) -> str | None:
-    """Why an op cannot take over an RMSNorm: another class (another plugin's, perhaps), no weight, another dtype."""
+    """Why an op cannot take over an RMSNorm: another class (another plugin's, perhaps), no weight, another dtype, or a
+    norm of a part of the row, as vLLM's and SGLang's may be."""
+    if getattr(norm, "variance_size_override", None) is not None:
+        return f"its norm takes the variance of {norm.variance_size_override} columns only"
     if type(norm) not in known:
         return f"its norm is a {type(norm).__module__}.{type(norm).__qualname__}"
     weight = getattr(norm, "weight", None)
-    if not isinstance(weight, Tensor):
+    if not isinstance(weight, Tensor) or not getattr(norm, "has_weight", True):
         return "its norm has no weight"
     if weight.dtype not in (dtype, torch.float32):
         return f"its norm's weight is {weight.dtype}, and the layer is {dtype}"

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from .. import decision
@@ -87,14 +86,9 @@ def _decide(name: str, projection: EngineProjection, engine: Call) -> Decision:
     if group is not None and _ranks_come_and_go():
         return Decision(reason="with elastic expert parallelism a rank that joins later has no others to decide with")
     projection.use_huge_pages()
-
-    def measure() -> list[list[float]]:
-        check()
-        return decision.seconds_per_call([engine, projection], rows, width, weight)
-
-    key = (name, projection.kind, width, columns, weight.dtype, weight.device, torch.get_num_threads())
-    seconds: Any = decision.once(key, lambda: decision.agreed_seconds(measure, 2, len(rows), group))
-    theirs, ours = map(tuple, seconds)
+    agree = functools.partial(decision.agreed_seconds, group=group)
+    key = (name, projection.kind, columns)
+    theirs, ours = decision.timed(key, [engine, projection], rows, width, weight, check, agree)
     return Decision(rows, theirs, ours)
 
 

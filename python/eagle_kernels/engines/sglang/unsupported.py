@@ -50,12 +50,8 @@ def rms_norm_unsupported_reason(
     (gain 1 + w), else an RMSNorm (gain w)."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 
-    if getattr(norm, "variance_size_override", None) is not None:
-        return f"its norm takes the variance of {norm.variance_size_override} columns only"
     if getattr(norm, "cast_x_before_out_mul", False):
         return "its norm rounds before the gain (cast_x_before_out_mul)"
-    if not getattr(norm, "has_weight", True):
-        return "its norm has no weight"
     return norm_unsupported_reason(norm, {known or (GemmaRMSNorm if gemma else RMSNorm)}, dtype)
 
 

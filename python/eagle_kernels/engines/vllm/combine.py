@@ -247,7 +247,7 @@ def _read(drafter: Any) -> tuple[EngineProjection | None, str | None]:
         return None, f"its fc is {dtype}"
     norms = [*modules.get("chunk_norms", ()), modules.get("concat_norm"), modules.get("post_norm")]
     for norm in filter(None, norms):
-        if (unsupported := rms_norm_unsupported_reason(norm, {RMSNorm}, dtype)) is not None:
+        if (unsupported := norm_unsupported_reason(norm, {RMSNorm}, dtype)) is not None:
             return None, unsupported
     modules["fc_unsupported"] = linear_unsupported_reason(fc, {UnquantizedLinearMethod}, bias=True)
     if modules["fc_unsupported"] is not None and not any(norms[:-1]) and read_codes(fc) is None:
@@ -295,17 +295,15 @@ def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: Engi
     for candidate in candidates:
         candidate.use_huge_pages()
 
-    def measure() -> list[list[float]]:
+    def check() -> None:
         for candidate in candidates:
             probe(candidate, fc.input_size, like, drafter._max_rows, engine)
-        return decision.seconds_per_call([engine, *candidates], rows, fc.input_size, like)
 
     norms = (len(projection.chunk_norms), projection.concat_norm is None, projection.post_norm is None)
-    weight = (fc.input_size, fc.output_size, like.dtype, type(fc.quant_method), candidates[0].fc_unsupported)
-    ways = (candidate.kind for candidate in candidates)
-    key = (drafter.eagle_kernels_name, *norms, *weight, *ways, rows, like.device, torch.get_num_threads())
-    seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 1 + len(candidates), len(rows)))
-    theirs, *ours = map(tuple, seconds)
+    weight = (fc.output_size, type(fc.quant_method), candidates[0].fc_unsupported)
+    key = (drafter.eagle_kernels_name, *norms, *weight, *(candidate.kind for candidate in candidates))
+    calls, agree = [engine, *candidates], tensor_parallel.agreed_seconds
+    theirs, *ours = decision.timed(key, calls, rows, fc.input_size, like, check, agree)
     stage = _fastest(candidates, rows, theirs, ours, in_copies=dense is not None)
     if dense is not None and stage.projection is candidates[1]:
         cpu_packing.unpack(fc, dense)
@@ -379,15 +377,6 @@ def read_codes(linear: Any, *, column_shard: bool = False) -> HeldCodes | None:
     if codes is not None and codes.weight.format.startswith("fp8_block") and linear.weight.device.type == "cpu":
         return None
     return codes
-
-
-def rms_norm_unsupported_reason(norm: Any, known: set[type], dtype: torch.dtype) -> str | None:
-    """`norm_unsupported_reason`, and two cases of vLLM's own RMSNorm: it norms a part of the row, or has no weight."""
-    if getattr(norm, "variance_size_override", None) is not None:
-        return f"its norm takes the variance of {norm.variance_size_override} columns only"
-    if not getattr(norm, "has_weight", True):
-        return "its norm has no weight"
-    return norm_unsupported_reason(norm, known, dtype)
 
 
 def _read_eagle3(model: Any) -> dict | None:

@@ -28,11 +28,11 @@ from ...checks import DTYPES
 from ...environment import EngineSwitches
 from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
 from ..decision import Call, Decision, normal_rows
-from ..eligibility import log_once
+from ..eligibility import log_once, norm_unsupported_reason
 from ..gates import Target
 from ..projection import MAX_DIFFERENCE, EngineProjection, ProbeError, check_backend, parameter_of, relative_difference
 from . import LOGGER, normed_linear
-from .combine import BEAM, DFLASH, LAGUNA, rms_norm_unsupported_reason
+from .combine import BEAM, DFLASH, LAGUNA
 from .registry import BOTH, batch_invariant_reason, hook_models, leaving_to_vllm, when_loaded
 
 MUSE_SPARK = ("MuseSparkDSparkModel",)
@@ -539,11 +539,11 @@ def _unsupported_reason(model: Any) -> str | None:
 def _norms_unsupported_reason(model: Any, dtype: torch.dtype) -> str | None:
     """For the models whose norms are read as modules."""
     if _is_beam(model):
-        return rms_norm_unsupported_reason(model.hidden_norm, {sys.modules[BEAM_STORE.module].RMSNorm}, dtype)
+        return norm_unsupported_reason(model.hidden_norm, {sys.modules[BEAM_STORE.module].RMSNorm}, dtype)
     if not _is_muse(model):
         return None
     known, norms = {sys.modules[MUSE_PROJECT.module].MuseSpark1xRMSNorm}, [model.hidden_norm, *model._context_pre_norms]
     for norm in norms:
-        if (unsupported := rms_norm_unsupported_reason(norm, known, dtype)) is not None:
+        if (unsupported := norm_unsupported_reason(norm, known, dtype)) is not None:
             return unsupported
     return None if len({norm.fused_gain_center for norm in norms}) == 1 else "its norms add several numbers to gains"

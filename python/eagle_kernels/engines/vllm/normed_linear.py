@@ -8,6 +8,7 @@ The op is registered in torch.library with a fake kernel and returns a new tenso
 vLLM's own.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,11 +22,11 @@ from ...environment import EngineSwitches
 from ...warmup import warm_up
 from .. import decision
 from ..decision import Call, Decision
-from ..eligibility import linear_unsupported_reason, log_once
+from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_reason
 from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe, rows_to_probe
 from . import LOGGER, cpu_packing, tensor_parallel
-from .combine import read_codes, rms_norm_unsupported_reason
+from .combine import read_codes
 from .registry import Config, batch_invariant_reason, leaving_to_vllm
 
 fused: set[str] = set()  # the layers that run on the op; part of the key of vLLM's compile caches
@@ -200,20 +201,15 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
         split = tensor_parallel.split(name, projection, weight, max_rows, engine)
         if split is not None:
             return split
+    check = functools.partial(probe, projection, width, weight, max_rows, engine)
     if candidate.switches.force:
-        probe(projection, width, weight, max_rows, engine)
+        check()
         return projection, decision.FORCED
     check_backend(projection.op, weight.device)
     projection.use_huge_pages()
     rows = decision.rows_up_to(max_rows)
-
-    def measure() -> list[list[float]]:
-        probe(projection, width, weight, max_rows, engine)
-        return decision.seconds_per_call(candidate.calls(), rows, width, weight)
-
-    key = (name, width, columns, weight.dtype, codes, candidate.compiled, rows, weight.device, torch.get_num_threads())
-    seconds: Any = decision.once(key, lambda: tensor_parallel.agreed_seconds(measure, 2, len(rows)))
-    theirs, ours = map(tuple, seconds)
+    key, agree = (name, columns, codes, candidate.compiled), tensor_parallel.agreed_seconds
+    theirs, ours = decision.timed(key, candidate.calls(), rows, width, weight, check, agree)
     return projection, Decision(rows, theirs, ours)
 
 
@@ -302,7 +298,7 @@ class Stage:
             unsupported = linear_unsupported_reason(linear, {UnquantizedLinearMethod}, bias=True, column_shard=shard)
         dtype = getattr(linear, "params_dtype", None) or linear.weight.dtype
         for norm in self.norms:
-            unsupported = unsupported or rms_norm_unsupported_reason(norm, set(self.offsets), dtype)
+            unsupported = unsupported or norm_unsupported_reason(norm, set(self.offsets), dtype)
         if unsupported is None and len(set(map(type, self.norms))) > 1:
             unsupported = "its norms are of two kinds"
         return unsupported
