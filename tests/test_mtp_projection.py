@@ -1,5 +1,7 @@
 """MTPProjection: all orders, offsets and embeddings against float64; one op call, masks, shards, errors."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -214,6 +216,18 @@ def test_static_buffers_are_allocated_once_and_keep_their_address() -> None:
     assert {key: buffer.data_ptr() for key, buffer in layer._static_buffers.items()} == addresses
     assert same_bits(out, expected)
     assert set(layer.state_dict()) == {"eh_proj.weight"}
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_has_no_static_buffers(how: str) -> None:
+    """They were copied and saved with the layer."""
+    layer, (hidden, ids, table) = make_layer(mask_position_zero=True), make_inputs()
+    layer.max_tokens, positions = T, torch.arange(T)
+    projected = layer(hidden, ids, table=table, positions=positions)
+    assert layer._static_buffers
+    other = copy.deepcopy(layer) if how == "deepcopy" else pickle.loads(pickle.dumps(layer))
+    assert other._static_buffers == {}
+    assert same_bits(other(hidden, ids, table=table, positions=positions), projected)
 
 
 def test_state_dict_names_are_those_of_checkpoints() -> None:

@@ -57,6 +57,10 @@ class EmbeddingHiddenProjection(LoadsProjections):
         self.add_module(projection, self._dense(**factory))
         self.requires_grad_(False)
 
+    def __getstate__(self) -> dict[str, object]:
+        # A copy gets buffers of its own when it needs them.
+        return self.__dict__ | {"_static_buffers": {}}
+
     def quantize(self, format: str) -> Self:
         """Round the projection's weight to a format of `QuantizedWeight`, as `Eagle3Projection.quantize`."""
         name = self.NAMES[-1]
