@@ -321,6 +321,15 @@ def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> No
     assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96, engine=engine) == expected
 
 
+def test_the_columns_of_a_config_are_pythons_ints() -> None:
+    """Each access of them was a check; and a product of numpy's integers may wrap."""
+    numpy = pytest.importorskip("numpy")
+    config = ek.ContextKVConfig(3, 96, 64, 5, 2, 32, norm_width=numpy.int32(16), rotary_dim=numpy.int32(8))
+    assert (type(config.norm_width), type(config.rotary_dim)) == (int, int)
+    with pytest.raises(TypeError, match=r"^ContextKVConfig: rotary_dim is a float, expected an int$"):
+        ek.ContextKVConfig(3, 96, 64, 5, 2, 32, rotary_dim=8.0)
+
+
 V4 = {"hidden_size": 64, "head_dim": 512, "qk_rope_head_dim": 64, "dspark_target_layer_ids": [3, 7]}
 
 

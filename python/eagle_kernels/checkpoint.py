@@ -345,7 +345,7 @@ def context_kv(
         if config.layer_norm:
             state[f"layer_norm.{number}.weight"] = norm(modules, _CONTEXT_LAYER_NAMES["layer_norm"], H)
         if config.k_norm == "weight":
-            width = config.normed_columns
+            width = config.norm_width
             state[f"k_norm.{number}.weight"] = norm(modules, _CONTEXT_LAYER_NAMES["k_norm"], width)
         for part in ("k", "v") if config.values == "own" else ("k",):
             names = _CONTEXT_LAYER_NAMES[part]

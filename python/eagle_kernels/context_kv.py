@@ -71,8 +71,8 @@ class ContextKVConfig:
     layer_norm: bool = False
     k_norm: str = "weight"
     values: str = "own"
-    norm_width: int | None = None
-    rotary_dim: int | None = None
+    norm_width: int = None  # type: ignore[assignment]  # an int from __post_init__ on, like rotary_dim
+    rotary_dim: int = None  # type: ignore[assignment]
     rotary_begin: int = 0
     interleaved: bool = False
     capture_after_engram: bool = False
@@ -100,23 +100,13 @@ class ContextKVConfig:
             object.__setattr__(self, "norm_width", self.head_dim)
         if self.rotary_dim is None:
             object.__setattr__(self, "rotary_dim", self.head_dim - self.rotary_begin)
-        if not 0 < self.normed_columns <= self.head_dim:
+        for name in ("norm_width", "rotary_dim"):
+            object.__setattr__(self, name, checks.check_int(op, name, getattr(self, name)))
+        if not 0 < self.norm_width <= self.head_dim:
             raise checks.error(ValueError, op, f"norm_width is {self.norm_width}", f"1 to head_dim = {self.head_dim}")
-        if (
-            self.rotated_columns < 0
-            or self.rotated_columns % 2
-            or self.rotary_begin + self.rotated_columns > self.head_dim
-        ):
+        if self.rotary_dim < 0 or self.rotary_dim % 2 or self.rotary_begin + self.rotary_dim > self.head_dim:
             got = f"rotary_begin is {self.rotary_begin} and rotary_dim {self.rotary_dim}"
             raise checks.error(ValueError, op, got, f"an even number of columns within head_dim = {self.head_dim}")
-
-    @property
-    def normed_columns(self) -> int:
-        return checks.check_int("ContextKVConfig", "norm_width", self.norm_width)
-
-    @property
-    def rotated_columns(self) -> int:
-        return checks.check_int("ContextKVConfig", "rotary_dim", self.rotary_dim)
 
     @property
     def kv_width(self) -> int:
@@ -309,7 +299,7 @@ class ContextKV(LoadsProjections):
         self.hidden_norm = unit_norm(H, config.eps, config.norm_offset, **factory)
         self.layer_norm = norms(L if config.layer_norm else 0, H)
         self.kv_proj: DenseLinear | QuantizedLinear = self._dense_kv_proj(**factory)
-        self.k_norm = norms(L if config.k_norm == "weight" else 0, config.normed_columns)
+        self.k_norm = norms(L if config.k_norm == "weight" else 0, config.norm_width)
         self.requires_grad_(False)
 
     def _dense_fc(self, **factory: Any) -> DenseLinear:
@@ -455,9 +445,9 @@ class ContextKV(LoadsProjections):
                 raise checks.error(
                     ValueError, OP, f"{name} has {len(given)} entries", f"{config.num_layers}, one per layer"
                 )
-        if cos_sin.dim() != 2 or cos_sin.shape[1] != config.rotated_columns:
-            raise checks.shape_error(OP, "cos_sin", cos_sin, f"(P, rotary_dim) = (*, {config.rotated_columns})")
-        norm_width = 0 if config.k_norm == "none" else config.normed_columns
+        if cos_sin.dim() != 2 or cos_sin.shape[1] != config.rotary_dim:
+            raise checks.shape_error(OP, "cos_sin", cos_sin, f"(P, rotary_dim) = (*, {config.rotary_dim})")
+        norm_width = 0 if config.k_norm == "none" else config.norm_width
         pairs = []
         for layer, cache in enumerate(caches):  # before the first one is written
             try:
