@@ -153,6 +153,7 @@ def test_functorch_sees_the_registered_op(op: str, registered: list[str]) -> Non
     assert op in registered
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("op", CALLS)
 def test_a_trace_is_refused(op: str) -> None:
     """torch.jit.trace records nothing of a call that goes straight to its kernel: the function that it returned gave
