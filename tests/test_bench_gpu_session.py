@@ -256,7 +256,7 @@ def test_every_setting_is_one_that_the_library_or_a_plan_reads() -> None:
     workload = SimpleNamespace(plan=lambda: plans.append((plan.SETTINGS, plan.MAX_ROWS_OF_SCALED_SUMS)))
     before, most = dict(os.environ), plan.MAX_ROWS_OF_SCALED_SUMS
     names = {column.partition(":")[2] for question in alternatives._QUESTIONS for column in question.columns}
-    sources = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu"))
+    sources = "".join(path.read_text() for path in (ROOT / "csrc/cuda").glob("*.cu*"))
     for name in sorted(names - {""}):
         with alternatives._set(name, workload):
             new = {key: value for key, value in os.environ.items() if before.get(key) != value}
