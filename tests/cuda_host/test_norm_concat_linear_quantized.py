@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -534,7 +534,7 @@ def test_what_triton_refuses_at_the_call_runs_as_explain_says(
     monkeypatch.setattr(plan, "unsupported_reason", lambda backend, device: None)
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA H100", 90, 227 << 10))
     monkeypatch.setattr(codes_op, "check", lambda record, primitive: record.check())
-    monkeypatch.setattr(codes_op, "_ran_triton", lambda record, plan: False)
+    monkeypatch.setattr(codes_op, "triton_kernels", lambda op: SimpleNamespace(run=lambda *call: False))
     ran: list[str] = []
     monkeypatch.setattr(codes_op.NormConcatLinearQuantized, "reference", lambda record: ran.append("reference"))
     monkeypatch.setattr(plan, "_PREFERENCE", {"cpu": plan._PREFERENCE["cuda"]})
