@@ -18,12 +18,13 @@ from eagle_kernels.quantization_config import (
 )
 from eagle_kernels.quantized_checkpoint import UNREAD_CODES
 from eagle_kernels.quantized_weight import FORMATS
+from eagle_kernels.stored_projection import CODES
 
 from .pair import DENSE, DTYPES, ENGINE_OF, ENGINES, Header, Pair
 
 # In checkpoints of these methods each linear layer that the config does not leave out is stored as codes.
 _STORED = ("auto-round", "awq", "compressed-tensors", "fp8", "gptq", "gptqmodel")
-_CODES = ("weight", "weight_packed", "qweight", "blocks", *UNREAD_CODES)
+_CODES = (*CODES, "blocks", *UNREAD_CODES)
 _NUMBERS = (*DENSE, "F64")
 # Dtypes of codes that this package reads, integers in groups among them; e5m2 is none.
 _READ = {format.codes for format in FORMATS.values()} | {torch.int32}

@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   int k = 0, range = blockIdx.y;
   for (; range >= arguments.ranges.of_chunk[k]; ++k) range -= arguments.ranges.of_chunk[k];
   const Chunk& chunk = arguments.chunks[k];
-  const int width = static_cast<int>(chunk.width), units = (width + kStageColumns - 1) / kStageColumns;
+  const int width = static_cast<int>(chunk.width), units = units_of(chunk.width, kStageColumns);
   const int begin = units * range / arguments.ranges.of_chunk[k] * kStageColumns;
   const int end = units * (range + 1) / arguments.ranges.of_chunk[k] * kStageColumns;
 

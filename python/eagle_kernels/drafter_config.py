@@ -274,7 +274,7 @@ class Eagle3Config:
             hidden_size=hidden_size,
             chunk_norm=_flag(config, "fc_norm") or _flag(config, "use_aux_norm"),
             concat_norm=_flag(config, "norm_before_fc"),
-            eps=number_field(_FROM_HF, "rms_norm_eps", {"rms_norm_eps": _one(config, "rms_norm_eps")}, default=1e-6),
+            eps=checks.check_number(_FROM_HF, "rms_norm_eps", _one(config, "rms_norm_eps", default=1e-6)),
             bias=_flag(config, "bias"),
             projection=_flag(config, "use_aux_hidden_state", default=True),
             norm_output=_flag(config, "norm_output") and trained_by != "specforge",
@@ -328,7 +328,7 @@ def _one(config: object, *keys: str, default: Any = None) -> Any:
 
 
 def _flag(config: object, key: str, default: bool = False) -> bool:
-    return flag_field(_FROM_HF, key, {key: _one(config, key)}, default=default)
+    return checks.check_bool(_FROM_HF, key, _one(config, key, default=default))
 
 
 def _find(config: object, *keys: str) -> dict[str, Any]:

@@ -223,10 +223,8 @@ def _stored_less(stored: StoredProjection, layout: str) -> int:
         says = f"{key} {value!r}"
         packing = value.lower() if isinstance(value, str) else ""
         if packing not in packings:
-            expected, because = (
-                " or ".join(map(repr, packings)),
-                f"{stored.codes_name} is {layout}, of which nothing else is read",
-            )
+            expected = " or ".join(map(repr, packings))
+            because = f"{stored.codes_name} is {layout}, of which nothing else is read"
             raise checks.error(ValueError, op, f"the checkpoint says {says}", expected, because)
         version = str(config.get("autoround_version"))
         # 0.5 packed it like auto_gptq and read it like gptqmodel.

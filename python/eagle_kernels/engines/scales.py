@@ -25,7 +25,7 @@ from ..drafter_config import get_field
 from ..models import families
 from ..quantized_checkpoint import UNREAD_CODES, check_is_read, read_projection, tensors_inside
 from ..quantized_weight import QuantizedWeight
-from ..stored_projection import StoredProjection
+from ..stored_projection import CODES, StoredProjection
 from .eligibility import log_once
 
 OP = "load_weights"
@@ -77,7 +77,7 @@ _READ_BY_ENGINE = {
 # fields of the config whose sum is its rows. vLLM's `models/glm5next/common/mtp`: without RoPE the rows of the latter
 # are not in the checkpoint.
 _PADDED = {"Glm5NextMTP": ("kv_a_proj_with_mqa", ("kv_lora_rank", "qk_rope_head_dim"))}
-_CODES = {"weight", "weight_packed", "qweight", *UNREAD_CODES}
+_CODES = {*CODES, *UNREAD_CODES}
 # Renames that the engines' own load_weights applies after us, like those above. Each may follow on those before it.
 _RENAMES = (
     *((re.compile(rf"(?<![^.]){re.escape(theirs)}$"), ours) for theirs, ours in _OTHER_PATHS.items()),
