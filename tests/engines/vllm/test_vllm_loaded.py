@@ -258,7 +258,8 @@ def test_an_fc_that_vllm_holds_as_fp8(load: Callable, log: Callable, tmp_path: P
         chunks = [formula(Sources(chunks, K, "chunk", list(gains), list(eps), 0.0, [], [], None), torch.float64)]
     exact = torch.cat(chunks, -1).double() @ weight.t()
     assert relative_rms(own, exact) < 0.05
-    if stage.projection_at(T).op == "norm_concat_linear":
+    projection = stage.projection_at(T)  # None: by its times this row count is vLLM's
+    if projection is not None and projection.op == "norm_concat_linear":
         assert relative_rms(ours, exact) < 0.005
 
 
