@@ -214,7 +214,7 @@ def test_stages_in_order_of_value_name_commands_that_exist(tmp_path: Path, monke
     assert [len(case.widths) for case in fused[:2]] == [1, 3] and fused[0].widths[0] <= 128  # one range, three or more
     memcheck, racecheck = stages._sanitizer("cuda")
     ids = memcheck[memcheck.index("memcheck") + 1 :]
-    assert racecheck[racecheck.index("racecheck") + 1 :] == ids and len(ids) == 16
+    assert racecheck[racecheck.index("racecheck") + 1 :] == ids and len(ids) == 18
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", *ids]  # fails where pytest finds one of them not
     collected = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
     assert collected.returncode == 0, collected.stdout

@@ -1,8 +1,8 @@
 """What plans and models of the GPU choose, timed beside what they could have chosen: columns of one row in one process.
 
 `python build/gpu_alternatives JSON`, the package with the library of alternatives (package.py), goes on with the rows
-that the file lacks. A column `op:blocks-3+ranges-4` is the op with these settings; `op` alone is what the package runs,
-as is a setting that the kernel cannot have.
+that the file lacks. A column `op:blocks-3+ranges-4` is the op with these settings, `op` alone what the package runs. In
+place of blocks that the kernel cannot have it has others, and where it cannot have the ranges its own choice.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from eagle_kernels.bench.workloads import DENSE, Row, Workload
 from eagle_kernels import library, plan
 
 _IN_BLOCKS = tuple(f"op:blocks-{blocks}+ranges-{n}" for blocks in (2, 3) for n in range(2, 9))
+_IN_PAIRS = tuple(f"op:blocks-1+width-{width}+ranges-{n}" for width in (64, 96) for n in (4, 6, 8))  # of codes
 _COLUMNS = tuple(f"op:columns-{n}" for n in (64, 128, 192, 256))
 _CODES = ("fp8_row", "fp8_block128", "nvfp4", "mxfp8")
 _FEW_SHAPES = ("llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "gemma3-27b")
@@ -52,13 +53,14 @@ class _Question:
 # In order of value.
 _QUESTIONS = (
     _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
-    _Question(_SHAPES, _CODES[:1], (1,), ("op", *_IN_BLOCKS)),
-    _Question(_FEW_SHAPES, _CODES[1:3], (1,), ("op", *_IN_BLOCKS)),
+    _Question(_SHAPES, _CODES[:1], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, _CODES[1:2], (1,), ("op", *_IN_PAIRS[:3], *_IN_BLOCKS)),  # 96 columns may have two scales
+    _Question(_FEW_SHAPES, _CODES[2:3], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
     _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
     _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),
     _Question(_FEW_SHAPES, (DENSE,), (16,), ("op", *_IN_BLOCKS)),
-    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
 )
 
 
@@ -101,6 +103,7 @@ class _Runner(Runner):
 _VARIABLES = {
     "ranges": "FUSED_RANGES",
     "blocks": "FUSED_BLOCKS",
+    "width": "FUSED_COLUMNS",
     "columns": "WGMMA_COLUMNS",
     "split": "BATCH_INVARIANT",
 }

@@ -36,7 +36,7 @@ struct SquaresOfBlocks {
 template <class T, bool kAtOnce, int kRows, int kColumns, int kStride>
 __device__ __forceinline__ void sum_over_cluster(const Arguments& arguments, int64_t first_row, int64_t first_output,
                                                  const BlockSums<kRows, kColumns, kStride>& sums, float gain_unscale) {
-  static_assert(kColumns / kOutputColumns % kPacksOfRow == 0);
+  static_assert(kColumns / kOutputColumns % kPacksTogether == 0);
   const NormConcatLinear& op = arguments.op;
   const int blocks = static_cast<int>(gridDim.y), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);

@@ -61,7 +61,8 @@ inline int wanted(const char* variable) {
 struct FusedCut {
   SplitRanges parts;  // what the ranges have of each chunk
   BlockRange of_block[kMaxCluster];
-  int ranges, blocks_on_an_sm;
+  int ranges;
+  FusedBlocks blocks;
 
   int longest() const {
     int units = 0;
@@ -72,7 +73,7 @@ struct FusedCut {
 
 // Cuts the concat into `count` ranges, which differ by a unit at most. None where one would have columns of more than
 // two chunks, or where a block has no room for the parts that it receives.
-inline std::optional<FusedCut> cut_evenly(const Concat& source, int unit, int count) {
+inline std::optional<FusedCut> cut_evenly(const Concat& source, int unit, int count, int output_columns) {
   int first[kMaxChunks + 1] = {};  // unit of each chunk
   for (int k = 0; k < source.num_chunks; ++k) first[k + 1] = first[k] + units_of_chunk(source, k, unit);
   const int all = first[source.num_chunks];
@@ -89,12 +90,13 @@ inline std::optional<FusedCut> cut_evenly(const Concat& source, int unit, int co
     if (has_next) ++cut.parts.of_chunk[k + 1];
     cut.parts.count += 1 + has_next;
   }
-  if (cut.parts.count > kMaxParts || cut.parts.count * shares_of_block(count) > kMaxReceived) return {};
+  const int received = cut.parts.count * shares_of_block(count, output_columns);
+  if (cut.parts.count > kMaxParts || received > max_received(output_columns)) return {};
   return cut;
 }
 
 // Cuts every chunk into ranges of its own, `count` in all: one each, then one more for the chunk whose ranges are
-// longest. None where there are not as many.
+// longest. None where there are not as many. A block has room for as many parts as there are blocks (ranges.cuh).
 inline std::optional<FusedCut> cut_each_chunk(const Concat& source, int unit, int count) {
   FusedCut cut{};
   cut.parts = one_range_each(source);
@@ -114,26 +116,33 @@ inline std::optional<FusedCut> cut_each_chunk(const Concat& source, int unit, in
   return cut;
 }
 
-// The best cut with so many blocks on an SM and so many ranges; 0 of either: any.
-inline std::optional<FusedCut> best_cut(const NormConcatLinear& op, const Device& device, int max_blocks_on_an_sm,
-                                        int wanted_blocks, int wanted_ranges) {
+// The best cut with so many ranges, 0: any, of those for whose blocks `may` is true.
+template <class May>
+std::optional<FusedCut> best_cut(const NormConcatLinear& op, const Device& device, const May& may, int wanted_ranges) {
   const bool is_codes = op.weight_type != WeightType::kChunks;
   const int unit = fused_unit_columns(is_codes), units = units_of_concat(op.source, unit);
   std::optional<FusedCut> best;
   float least = std::numeric_limits<float>::infinity();
-  for (int blocks = std::min(2, max_blocks_on_an_sm); blocks <= max_blocks_on_an_sm; ++blocks) {
-    if (wanted_blocks != 0 && wanted_blocks != blocks) continue;
+  for (const FusedBlocks blocks : {FusedBlocks{1, false, kFusedColumns},
+                                   {2, false, kFusedColumns},
+                                   {3, false, kFusedColumns},
+                                   {2, true, kFusedColumns},
+                                   {2, true, kWideColumns}}) {
+    if (!may(blocks)) continue;
     for (int ranges = 1; ranges <= kMaxCluster; ++ranges) {
       if (wanted_ranges != 0 && wanted_ranges != ranges) continue;
+      // A pair that is alone in its cluster has no cluster to send in.
+      if (blocks.in_pairs && (ranges % 2 != 0 || ranges < 4)) continue;
       for (const bool evenly : {true, false}) {
-        std::optional<FusedCut> cut =
-            evenly ? cut_evenly(op.source, unit, ranges) : cut_each_chunk(op.source, unit, ranges);
+        std::optional<FusedCut> cut = evenly ? cut_evenly(op.source, unit, ranges, blocks.columns)
+                                             : cut_each_chunk(op.source, unit, ranges);
         if (!cut) continue;
-        cut->blocks_on_an_sm = blocks;
+        cut->blocks = blocks;
         const bool has_second_part = cut->parts.count > ranges;
-        const FusedWork work{blocks_of_outputs(op, kFusedColumns), ranges, blocks, cut->longest(), units,
-                             has_second_part};
-        if (const float us = us_of_fused(device, is_codes, work); us < least || !best) best = cut, least = us;
+        const int64_t clusters = blocks_of_outputs(op, blocks.columns);
+        const FusedWork work{clusters, ranges, blocks, cut->longest(), units, has_second_part};
+        const float us = us_of_fused(device, is_codes, work) * doubt_of(device, blocks);
+        if (us < least || !best) best = cut, least = us;
         // Chunk by chunk the longest range is no shorter.
         if (!is_codes || !has_second_part) break;
       }
@@ -142,13 +151,22 @@ inline std::optional<FusedCut> best_cut(const NormConcatLinear& op, const Device
   return best;
 }
 
-inline FusedCut cut_for_cluster(const NormConcatLinear& op, const Device& device, int max_blocks_on_an_sm) {
-  std::optional<FusedCut> cut;
+// may: whether blocks can share an SM so.
+template <class May>
+FusedCut cut_for_cluster(const NormConcatLinear& op, const Device& device, const May& may) {
 #ifdef EAGLE_KERNELS_ALTERNATIVES
-  const int wanted_blocks = max_blocks_on_an_sm == 3 ? wanted("EAGLE_KERNELS_FUSED_BLOCKS") : 0;
-  cut = best_cut(op, device, max_blocks_on_an_sm, wanted_blocks, wanted("EAGLE_KERNELS_FUSED_RANGES"));
+  const int wanted_blocks = wanted("EAGLE_KERNELS_FUSED_BLOCKS");  // 1: in pairs
+  const int wanted_columns = wanted("EAGLE_KERNELS_FUSED_COLUMNS");
+  const auto is_wanted = [&](const FusedBlocks& blocks) {
+    const int number = blocks.in_pairs ? 1 : blocks.on_an_sm;
+    return may(blocks) && (wanted_blocks == 0 || wanted_blocks == number) &&
+           (wanted_columns == 0 || wanted_columns == blocks.columns);
+  };
+  const int wanted_ranges = wanted("EAGLE_KERNELS_FUSED_RANGES");
+  if (const auto cut = best_cut(op, device, is_wanted, wanted_ranges)) return *cut;
+  if (const auto cut = best_cut(op, device, may, wanted_ranges)) return *cut;
 #endif
-  return cut ? *cut : *best_cut(op, device, max_blocks_on_an_sm, 0, 0);
+  return *best_cut(op, device, may, 0);
 }
 
 // The cut of the kernel of warpgroups: blocks of 64 columns of the output for each of its warpgroups, and ranges.

@@ -185,6 +185,12 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// A barrier of one row of a block's threads. Since its number is in a register the block reserves all 16 there are.
+template <int kThreads>
+__device__ __forceinline__ void sync_row() {
+  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "n"(kThreads) : "memory");
+}
+
 // Clusters (sm_90 and later) are the blocks of one blockIdx.x, with blockIdx.y as their rank. sync_cluster is a barrier
 // of all their threads, after which each sees what the others have written. load_from_block reads another block's
 // shared memory, at the address that is `mine` here. That block must not end before: end_cluster is a barrier that

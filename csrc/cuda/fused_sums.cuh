@@ -11,20 +11,35 @@ namespace eagle_kernels::cuda {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a block that multiplies by mma.sync, fused or split
 
-// What a block receives from its cluster, itself included.
+// What a block of so many columns receives from its cluster, itself included.
+template <int kColumns>
 struct Received {
-  float shares[kMaxReceived][kShareValues];  // [parts, shares of a block]
+  float shares[max_received(kColumns)][kShareValues];  // [parts, shares of a block]
   float squares[kMaxParts][kMaxDecodeRows];
   SentBarrier all;
 };
 
 // The packs of four outputs that this block finishes, over all its shares.
+template <class K>
 __device__ __forceinline__ int own_packs(int packs) {
   int own = 0;
-  for (int share = static_cast<int>(blockIdx.y); share * 32 < packs; share += static_cast<int>(gridDim.y)) {
+  for (int share = K::rank(); share * 32 < packs; share += K::blocks()) {
     own += packs - share * 32 < 32 ? packs - share * 32 : 32;
   }
   return own;
+}
+
+// Sends to what is `mine` here in block `rank`. A pair shares its memory: what it has in the other's half is
+// kOwnBytes away.
+template <class K, class Value>
+__device__ __forceinline__ void send(float* mine, Received<K::kColumns>& received, const Value& value, int rank) {
+  if constexpr (K::kInPairs) {
+    const int away = (rank % 2 - static_cast<int>(threadIdx.y)) * K::kOwnBytes;
+    const auto moved = [&](auto* p) { return reinterpret_cast<decltype(p)>(reinterpret_cast<char*>(p) + away); };
+    send_to_block(moved(mine), moved(&received)->all, value, rank / 2);
+  } else {
+    send_to_block(mine, received.all, value, rank);
+  }
 }
 
 // Adds up the sums of a block's warps, those of part number `part` of the concat, in memory that no stage is in, and
@@ -33,19 +48,18 @@ __device__ __forceinline__ int own_packs(int packs) {
 template <class K>
 __device__ __forceinline__ void send_sums(int part, int packs, char* memory,
                                           const float (&sum)[K::kColumnTiles][K::kRowTiles][4], float squares,
-                                          Received& received) {
+                                          Received<K::kColumns>& received) {
   constexpr int kRows = 8 * K::kRowTiles, kOutputs = kRows * K::kColumns;
-  static_assert(kRows == 2 * kWarps && kRows == kMaxDecodeRows && K::kColumns == kPacksOfRow * kOutputColumns);
-  static_assert(kOutputs == kThreads * kOutputColumns);
+  static_assert(kRows == 2 * kWarps && kRows == kMaxDecodeRows && K::kPacksOfRow % kPacksTogether == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int g = lane / 4, q = lane % 4;
   const int column_warp = warp % K::kColumnWarps, step_warp = warp / K::kColumnWarps;
-  const int blocks = static_cast<int>(gridDim.y);
+  const int blocks = K::blocks();
   const bool is_alone = blocks == 1;
   float* of_warps = reinterpret_cast<float*>(memory);  // [kStepWarps, kRows, kColumns]
 #pragma unroll
   for (int distance = 8; distance > 0; distance /= 2) squares += __shfl_xor_sync(~0u, squares, distance);
-  __syncthreads();
+  K::sync();
 #pragma unroll
   for (int at = 0; at < K::kColumnTiles * K::kRowTiles * 4; ++at) {
     const int m = at / 4 / K::kRowTiles, n = at / 4 % K::kRowTiles, i = at % 4;
@@ -57,35 +71,41 @@ __device__ __forceinline__ void send_sums(int part, int packs, char* memory,
     if (is_alone) {
       *to = squares;
     } else {
-      send_to_block(to, received.all, squares, lane % 16);
+      send<K>(to, received, squares, lane % 16);
     }
   }
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) >= packs) return;
-  float total[kOutputColumns] = {};
+  K::sync();
 #pragma unroll
-  for (int w = 0; w < K::kStepWarps; ++w) {
-    const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[threadIdx.x];
+  for (int share = warp; share < shares_of(K::kColumns); share += kWarps) {
+    const int pack = share * 32 + lane;
+    if (pack >= packs) return;
+    float total[kOutputColumns] = {};
 #pragma unroll
-    for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
-  }
-  const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]), float_to_bits(total[3])};
-  float* to = received.shares[part * shares_of_block(blocks) + warp / blocks] + lane * kOutputColumns;
-  if (is_alone) {
-    *reinterpret_cast<Words*>(to) = words;
-  } else {
-    send_to_block(to, received.all, words, warp % blocks);
+    for (int w = 0; w < K::kStepWarps; ++w) {
+      const Words words = reinterpret_cast<const Words*>(of_warps + w * kOutputs)[pack];
+#pragma unroll
+      for (int i = 0; i < kOutputColumns; ++i) total[i] += bits_to_float(word(words, i));
+    }
+    const Words words{float_to_bits(total[0]), float_to_bits(total[1]), float_to_bits(total[2]),
+                      float_to_bits(total[3])};
+    const int place = part * shares_of_block(blocks, K::kColumns) + share / blocks;
+    float* to = received.shares[place] + lane * kOutputColumns;
+    if (is_alone) {
+      *reinterpret_cast<Words*>(to) = words;
+    } else {
+      send<K>(to, received, words, share % blocks);
+    }
   }
 }
 
 // Computes outputs from the sums that this block receives.
 template <class T, class K>
 __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
-                                             int packs, Received& received) {
+                                             int packs, Received<K::kColumns>& received) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int blocks = static_cast<int>(gridDim.y), rank = static_cast<int>(blockIdx.y);
+  const int blocks = K::blocks(), rank = K::rank();
   if (blocks == 1) {
-    __syncthreads();
+    K::sync();
   } else {
     received.all.wait();
   }
@@ -93,13 +113,13 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
   if (first >= packs) return;
   const bool stores = first + lane < packs;
   const int pack = stores ? first + lane : packs - 1;
-  const int token = pack / kPacksOfRow, column = pack % kPacksOfRow * kOutputColumns;
+  const int token = pack / K::kPacksOfRow, column = pack % K::kPacksOfRow * kOutputColumns;
   Words words[kMaxParts];
   float squares_of[kMaxParts];
 #pragma unroll
   for (int part = 0; part < kMaxParts; ++part) {
     if (part >= arguments.ranges.count) break;
-    const float* share = received.shares[part * shares_of_block(blocks) + warp];
+    const float* share = received.shares[part * shares_of_block(blocks, K::kColumns) + warp];
     words[part] = reinterpret_cast<const Words*>(share)[pack % 32];
     squares_of[part] = received.squares[part][token];
   }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "device.h"
 
@@ -32,11 +33,22 @@ inline float us_to_read(int64_t num_columns, int64_t width) {
   return static_cast<float>(2 * num_columns * width) / 4.4e6f;
 }
 
+// How blocks of the fused kernel, of so many output columns, share an SM: in pairs, they are two neighbors of a cluster
+// and are launched as one.
+struct FusedBlocks {
+  int on_an_sm;
+  bool in_pairs;
+  int columns;
+};
+
 // A call of the fused kernel, cut for clusters of `ranges` blocks. The longest range and all ranges have so many units,
-// which are 16 KB of the weight (of four bits 8 KB). In its second part a block has columns of the next chunk.
+// which for 64 output columns are 16 KB of the weight (of four bits 8 KB). In its second part a block has columns of
+// the next chunk.
 struct FusedWork {
   int64_t clusters;
-  int ranges, blocks_on_an_sm, longest, units;
+  int ranges;
+  FusedBlocks blocks;
+  int longest, units;
   bool has_second_part;
 };
 
@@ -46,21 +58,31 @@ struct UsOfUnits {
 };
 constexpr UsOfUnits kUsOfDense{{0.54f, 0.36f, 0.33f}, {}}, kUsOfCodes{{0.79f, 0.54f, 0.55f}, {1.6f, 1.6f, 2.5f}};
 
+// What to multiply a time by that no GPU has confirmed. Pairs have to promise 5 %, and on other GPUs than those whose
+// clusters `clusters_at_once` knows they are not chosen.
+inline float doubt_of(const Device& device, const FusedBlocks& blocks) {
+  if (!blocks.in_pairs) return 1;
+  return device.multiprocessors == 132 ? 1.05f : std::numeric_limits<float>::infinity();
+}
+
 // Clusters that do not run at once take a wave of their own, unless reading the weight takes longer. Blocks fill an SM
 // before they take the next one, but for clusters of up to two, which take a free one. Room for a few clusters stays
 // free: 45 clusters of five, of which 47 have room, take 26.2 us at 3x2880x2880 with two blocks on an SM, where 45 of
 // six in threes take 17.5, and 60 of six in threes, of which 62 have room, take as long as two waves. 60 of four, of
-// which 62 have room, run at once.
+// which 62 have room, run at once. Pairs should take as long as two blocks that happen to share an SM.
 inline float us_of_fused(const Device& device, bool is_codes, const FusedWork& work) {
   const UsOfUnits& us_of = is_codes ? kUsOfCodes : kUsOfDense;
-  const int spare = work.ranges < 5 ? 2 : 3;
-  const auto at_once = static_cast<float>(clusters_at_once(device, work.ranges, work.blocks_on_an_sm));
+  const bool in_pairs = work.blocks.in_pairs;
+  const int of_launch = in_pairs ? work.ranges / 2 : work.ranges, spare = work.ranges < 5 ? 2 : 3;
+  const int launched_on_an_sm = in_pairs ? 1 : work.blocks.on_an_sm;
+  const auto at_once = static_cast<float>(clusters_at_once(device, of_launch, launched_on_an_sm));
   const float waves = std::floor(static_cast<float>(work.clusters + spare - 1) / at_once) + 1;  // without room infinite
   const bool alone = work.ranges <= 2 && work.clusters * work.ranges <= device.multiprocessors;
-  const int blocks = alone ? 1 : work.blocks_on_an_sm;
-  const float busiest = static_cast<float>(work.longest * blocks) * us_of.on_an_sm[blocks - 1];
+  const int blocks = alone ? 1 : work.blocks.on_an_sm;
+  const float columns = static_cast<float>(work.blocks.columns) / 64;
+  const float busiest = static_cast<float>(work.longest * blocks) * columns * us_of.on_an_sm[blocks - 1];
   // As many bytes as a dense weight of 64 x 128 for each block and unit; four bits take as long, by widening.
-  const float to_read = us_to_read(64 * work.clusters, 128 * static_cast<int64_t>(work.units));
+  const float to_read = us_to_read(work.blocks.columns * work.clusters, 128 * static_cast<int64_t>(work.units));
   const float second_part = work.has_second_part ? us_of.second_part[blocks - 1] : 0;
   return std::max(waves * busiest, to_read) + waves * (second_part + kUsOfCall);
 }

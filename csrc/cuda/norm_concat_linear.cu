@@ -8,8 +8,9 @@
 // copy x, since a thread's copies complete in order: those of the weight start before the previous kernel has ended
 // (or, where that kernel may write the weight, the weight is prefetched into L2), those of x after.
 //
-// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64
-// output columns form a cluster, which adds up their sums (fused_sums.cuh).
+// Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64 or
+// 96 output columns form a cluster, which adds up their sums (fused_sums.cuh). Two neighbors of it may be launched as
+// one, a pair.
 //
 // Split, up to 128 rows, all GPUs (on sm_90 norm_concat_linear_wgmma.cu replaces it where there is no post norm): two
 // launches. The sums of each range, 128 columns a block, go to global memory, where norm_concat_linear_finalize.cu adds
@@ -64,23 +65,36 @@ constexpr int kSharedBlocks = 2;
 
 // How the sums of the ranges are added up. With kFusedInThrees an SM has three blocks of the fused kernel in place of
 // two: clusters leave fewer slots empty in some shapes. Codes of eight bits have one stage in flight there, and at
-// 3x5376x5376 still take 34.6 us of an H200, where two blocks with two stages in flight take 41.0.
-enum class End { kSplit, kFused, kFusedInThrees };
+// 3x5376x5376 still take 34.6 us of an H200, where two blocks with two stages in flight take 41.0. With kFusedInPairs
+// two neighbors of a cluster are launched as one block, of two rows of threads: clusters of four then fill all SMs but
+// four, where 62 clusters of four blocks run at once on 124 SMs and 64 take two waves (3x4096x4096). Wide pairs have 96
+// output columns each: at D = 6144 they are 64 clusters as well.
+enum class End { kSplit, kFused, kFusedInThrees, kFusedInPairs, kFusedInWidePairs };
 constexpr int kBytesOfThree = 75 << 10;  // what each of three blocks on an SM of Hopper can have
+constexpr int kBytesOfPair = 227 << 10;  // and what one can
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
+constexpr bool kHasPairs = true;
+#else  // no clusters, or no block of so much memory: their instances are empty
+constexpr bool kHasPairs = false;
+#endif
 
 template <Form kForm, int kRows, bool kResidual, End kEnd>
 struct Tile {
   static constexpr bool kIsCodes = kForm != Form::kDense, kFused = kEnd != End::kSplit;
   static constexpr bool kFourBits = has_four_bits(kForm), kScaledCodes = has_scaled_codes(kForm);
-  static constexpr int kColumns = kFused ? kFusedColumns : kSplitColumns;
+  static constexpr bool kWide = kEnd == End::kFusedInWidePairs;
+  static constexpr bool kInThrees = kEnd == End::kFusedInThrees, kInPairs = kEnd == End::kFusedInPairs || kWide;
+  static constexpr int kColumns = kWide ? kWideColumns : kFused ? kFusedColumns : kSplitColumns;
+  static constexpr int kPacksOfRow = kColumns / kOutputColumns;
   static constexpr int kRowWarps = kRows == 128 ? 2 : 1;
   static constexpr int kStepWarps = kFused ? 4 : 1;  // share the steps of a stage
   static constexpr int kColumnWarps = kWarps / kRowWarps / kStepWarps;
   static constexpr int kColumnTiles = kColumns / 16 / kColumnWarps;  // of a warp, 16 columns each
   static constexpr int kRowTiles = kRows / 8 / kRowWarps;            // 8 rows each
   static constexpr int kSourceRows = kResidual ? 2 * kRows : kRows;  // in a stage
-  static constexpr bool kInThrees = kEnd == End::kFusedInThrees;
-  static constexpr int kBlocksOnAnSm = kRows == 128 ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
+  static constexpr int kThreadRows = kInPairs ? 2 : 1;               // of a launched block
+  static constexpr bool kAlone = kRows == 128 || kInPairs;           // on an SM
+  static constexpr int kBlocksOnAnSm = kAlone ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
   // Stages of codes have 256 columns in the fused kernel: with half as many barriers and address computations as stages
   // of 128 these are 0.171 instructions per byte with the gain multiplied into x, 0.215 with neither. Scales of blocks
   // of at least 64 columns and 64 rows multiply a warp's sums once a stage (0.192; 0.4 with a scale for each row).
@@ -98,21 +112,42 @@ struct Tile {
   static constexpr int kScaledColumns = kForm == Form::kNvfp4 ? 16 : 32;  // of one scale
   static constexpr int kRowScales = kScaledCodes ? kStageColumns / kScaledColumns : 0;
   static constexpr int kScalesAt = kWeightBytes + kSourceRows * kRowBytes + kGainBytes;
-  static constexpr int kStageBytes = kScalesAt + kColumns * kRowScales;
+  static constexpr int kOperandBytes = kScalesAt + kColumns * kRowScales;
+  // Between two chunks the sums of the block's warps take the place of a stage.
+  static constexpr int kSumBytes = kFused ? kStepWarps * kRows * kColumns * 4 : 0;
+  static constexpr int kStageBytes = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
   static constexpr int kChunks = kFused ? 2 : 1;  // of a range
-  // Between two chunks the block's sums take the place of a stage.
-  static_assert(!kFused || kStageBytes >= kStepWarps * kRows * kColumns * 4);
   static constexpr int kPointerBytes = kChunks * kSourceRows * sizeof(void*);
   // 99 KB is what a block can have on every GPU, and two blocks on Hopper; 128 rows are for sm_90 and sm_100 only.
-  static constexpr int kMaxBytes = kRows == 128 ? 200 << 10 : kInThrees ? kBytesOfThree : 99 << 10;
-  static constexpr int kEndBytes = kFused ? sizeof(Received) : 0;
+  static constexpr int kMaxBytes = kRows == 128 ? 200 << 10
+                                   : kInThrees  ? kBytesOfThree
+                                   : kInPairs   ? kBytesOfPair / 2
+                                                : 99 << 10;
+  static constexpr int kEndBytes = kFused ? sizeof(Received<kColumns>) : 0;
   static constexpr int kStages = (kMaxBytes - kPointerBytes - kEndBytes) / kStageBytes;
   static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
-  static constexpr int64_t kSharedBytes = kReceivedAt + kEndBytes;
-  static_assert(kSharedBytes <= kMaxBytes && kReceivedAt % 16 == 0);
+  static constexpr int kOwnBytes = kInPairs ? (kReceivedAt + kEndBytes + 15) / 16 * 16 : kReceivedAt + kEndBytes;
+  static constexpr int64_t kSharedBytes = kThreadRows * kOwnBytes;
+  static_assert(kOwnBytes <= kMaxBytes && kReceivedAt % 16 == 0);
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage
   template <class T>
   static constexpr float kGainFactor = kIsCodes ? kCodeGainScale<T> : kGainScale<T>;
+
+  // Of the cluster's blocks: how many, and which one this is.
+  static __device__ __forceinline__ int blocks() { return static_cast<int>(gridDim.y) * kThreadRows; }
+  static __device__ __forceinline__ int rank() {
+    return kInPairs ? 2 * static_cast<int>(blockIdx.y) + static_cast<int>(threadIdx.y) : static_cast<int>(blockIdx.y);
+  }
+  static __device__ __forceinline__ char* memory() {
+    return kInPairs ? shared_memory() + static_cast<int>(threadIdx.y) * kOwnBytes : shared_memory();
+  }
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kInPairs) {
+      sync_row<kThreads>();
+    } else {
+      __syncthreads();
+    }
+  }
 };
 
 // A lane's 16-byte part of a row is 8 neighboring columns, where the fragments of two mma.sync want columns 2q, 2q+1,
@@ -140,9 +175,11 @@ __device__ __forceinline__ int place_four_bits(int row, int part) {
 }
 
 template <class T, Form kForm, int kRows, bool kResidual, End kEnd = End::kSplit>
-__global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>::kBlocksOnAnSm)
+__global__ void __launch_bounds__(kThreads* Tile<kForm, kRows, kResidual, kEnd>::kThreadRows,
+                                  Tile<kForm, kRows, kResidual, kEnd>::kBlocksOnAnSm)
     norm_concat_linear_partial_kernel(const __grid_constant__ Arguments arguments) {
   using K = Tile<kForm, kRows, kResidual, kEnd>;
+  if constexpr (K::kInPairs && !kHasPairs) return;
   constexpr int kColumns = K::kColumns;
   using Code = std::conditional_t<kForm == Form::kInt8, Int8, Float8E4M3>;
   using Weight = std::conditional_t<K::kIsCodes, uint8_t, T>;
@@ -164,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
   const auto units_of_chunk = [&](int k) { return units_of(arguments.chunks[k].width, K::kUnitColumns); };
   int first_chunk = 0, begin = 0, end = 0, next = 0;
   if constexpr (K::kFused) {
-    const BlockRange& range = arguments.of_block[blockIdx.y];
+    const BlockRange& range = arguments.of_block[K::rank()];
     first_chunk = range.chunk, begin = range.begin * kTilesOfUnit, end = range.end * kTilesOfUnit;
     next = units_of_chunk(first_chunk) * kTilesOfUnit;
   } else {
@@ -186,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     return {is_next, column, is_next ? column + static_cast<int>(arguments.chunks[first_chunk].width) : column};
   };
 
-  char* ring = shared_memory();
+  char* ring = K::memory();
   // [kChunks, kSourceRows], null: zeros
   const T** sources = reinterpret_cast<const T**>(ring + K::kStages * K::kStageBytes);
   const bool copies_weight = threadIdx.x < kCopyThreads;
@@ -206,9 +243,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     return K::kIsCodes ? place_codes<K::kWeightRowBytes>(weight_row, weight_part)
                        : place<kRowBytes>(weight_row, weight_part);
   }();
-  [[maybe_unused]] Received& received = *reinterpret_cast<Received*>(ring + K::kReceivedAt);
-  [[maybe_unused]] const int packs =
-      static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows) * kPacksOfRow;
+  [[maybe_unused]] auto& received = *reinterpret_cast<Received<kColumns>*>(ring + K::kReceivedAt);
+  const int rows = static_cast<int>(op.num_rows - first_row < kRows ? op.num_rows - first_row : kRows);
+  [[maybe_unused]] const int packs = rows * K::kPacksOfRow;
   // A warp has two tiles of 8 rows of x and four of the weight, so the gain is cheaper on x; it is one rounding either
   // way. In fp16 x times a gain may overflow.
   constexpr bool kGainOnX = K::kFused && K::kIsCodes && std::is_same_v<T, BFloat16>;
@@ -236,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
 #pragma unroll
         for (int i = 0; i < (kColumns + kRowsAtOnce - 1) / kRowsAtOnce; ++i) {
           const int below = i * kRowsAtOnce;
-          if (kRowsAtOnce > kColumns && row >= kColumns) break;
+          if (kColumns % kRowsAtOnce != 0 && row + below >= kColumns) break;
           copy_word_early(stage + K::kScalesAt + (row + below) * K::kRowScales + word * 4,
                           scales + below * op.scales.row_stride, first < width && row + below < outputs);
         }
@@ -245,12 +282,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       char* stage = ring + slot * K::kStageBytes + K::kWeightBytes;
       const bool inside = column + copy_part * kPack < width;
       const T** const of_chunk = is_next ? sources + K::kSourceRows : sources;
+      // Threads whose rows are all past the last leave them as they are, since nothing is stored of their sums. For one
+      // row of e4m3 that is 5 % of a stage's instructions.
+      if (!K::kFused || copy_row < rows) {
 #pragma unroll
-      for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
-        const int row = copy_row + i * kCopyRows;
-        const T* source = of_chunk[row];
-        copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
-                   inside && source != nullptr);
+        for (int i = 0; i < K::kSourceRows / kCopyRows; ++i) {
+          const int row = copy_row + i * kCopyRows;
+          const T* source = of_chunk[row];
+          copy_async(stage + place<kRowBytes>(row, copy_part), source + column + copy_part * kPack,
+                     inside && source != nullptr);
+        }
       }
       const char* gain = static_cast<const char*>(chunk.gain.data);
       const int gains = chunk.gain.dtype == DType::kFloat32 ? 4 : 8;  // in 16 bytes
@@ -288,9 +329,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     }
   };
 
-  if (K::kFused && gridDim.y > 1) {
+  if (K::kFused && K::blocks() > 1) {
     if (threadIdx.x == kThreads - 1) {
-      const int bytes = own_packs(packs) * sizeof(Words) + sizeof received.squares[0];
+      const int bytes = own_packs<K>(packs) * sizeof(Words) + sizeof received.squares[0];
       received.all.make(static_cast<uint32_t>(arguments.ranges.count) * bytes);
     }
     arrive_at_cluster();
@@ -314,10 +355,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       to[kRows] = present ? static_cast<const T*>(chunk.residual) + row * chunk.residual_row_stride : nullptr;
     }
   }
-  __syncthreads();
+  K::sync();
   if (!copies_weight || !op.early_weight) fill_ring();
   // All blocks can receive after this; the first stage loads meanwhile.
-  if (K::kFused && gridDim.y > 1) wait_for_cluster();
+  if (K::kFused && K::blocks() > 1) wait_for_cluster();
 
   // Scales and NaN bits of the rows of the weight whose sums this lane has; rows past the last take the last one's.
   [[maybe_unused]] RowScales<2 * K::kColumnTiles> scales;
@@ -413,7 +454,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
       constexpr bool kPairs = decltype(pairs)::value;
       for (; k_tile < last; ++k_tile, slot = slot + 1 == K::kStages ? 0 : slot + 1) {
         wait_for_copies<K::kStages - 2>();
-        __syncthreads();
+        K::sync();
         copy_tile(k_tile + K::kStages - 1, slot == 0 ? K::kStages - 1 : slot - 1);
         [[maybe_unused]] const float stage_scale = next_scale;
         if constexpr (kScaledStages) load_next_scale(k_tile + 1);
@@ -552,7 +593,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kForm, kRows, kResidual, kEnd>:
     if constexpr (K::kFused) {
       // In the place of the stage that was multiplied last: nothing is copied there before the next barrier.
       char* memory = ring + (slot == 0 ? K::kStages - 1 : slot - 1) * K::kStageBytes;
-      send_sums<K>(arguments.of_block[blockIdx.y].part + of_range, packs, memory, sum, squares[0], received);
+      send_sums<K>(arguments.of_block[K::rank()].part + of_range, packs, memory, sum, squares[0], received);
       squares[0] = 0;
       std::memset(sum, 0, sizeof sum);
       std::memset(total, 0, sizeof total);
@@ -629,18 +670,32 @@ int launch_fused(Arguments& arguments, const Device& device) {
   const int max_blocks = kInThreesToo && 3 * kBytesOfThree <= device.shared_memory                            ? 3
                          : 2 * Tile<kForm, kRows, kResidual, End::kFused>::kSharedBytes <= device.shared_memory ? 2
                                                                                                                  : 1;
-  const FusedCut cut = cut_for_cluster(op, device, max_blocks);
+  constexpr bool kInPairsToo = !kResidual && kForm != Form::kDense;  // a dense weight is read at memory speed without
+  constexpr bool kInWidePairsToo = kInPairsToo && kForm != Form::kE4M3Blocks;  // 96 rows may have two scales
+  const auto may_share_an_sm = [&](const FusedBlocks& blocks) {
+    if (!blocks.in_pairs) return blocks.on_an_sm == std::min(2, max_blocks) || blocks.on_an_sm == max_blocks;
+    const bool is_built = blocks.columns == kWideColumns ? kInWidePairsToo : kInPairsToo;
+    return is_built && kBytesOfPair <= device.shared_memory;
+  };
+  const FusedCut cut = cut_for_cluster(op, device, may_share_an_sm);
   arguments.ranges = cut.parts;
   std::copy_n(cut.of_block, cut.ranges, arguments.of_block);
   const auto launch_end = [&](auto end) {
     constexpr End kEnd = decltype(end)::value;
-    Shape shape{rounds * blocks_of_outputs(op, kFusedColumns), cut.ranges, kThreads,
-                Tile<kForm, kRows, kResidual, kEnd>::kSharedBytes};
-    shape.cluster = cut.ranges;
+    using K = Tile<kForm, kRows, kResidual, kEnd>;
+    Shape shape{rounds * blocks_of_outputs(op, K::kColumns), cut.ranges / K::kThreadRows, kThreads, K::kSharedBytes};
+    shape.rows = K::kThreadRows;
+    shape.cluster = shape.y;
     return launch<norm_concat_linear_partial_kernel<T, kForm, kRows, kResidual, kEnd>>(shape, arguments, device);
   };
+  if constexpr (kInWidePairsToo) {
+    if (cut.blocks.columns == kWideColumns) return launch_end(std::integral_constant<End, End::kFusedInWidePairs>{});
+  }
+  if constexpr (kInPairsToo) {
+    if (cut.blocks.in_pairs) return launch_end(std::integral_constant<End, End::kFusedInPairs>{});
+  }
   if constexpr (kInThreesToo) {
-    if (cut.blocks_on_an_sm == 3) return launch_end(std::integral_constant<End, End::kFusedInThrees>{});
+    if (cut.blocks.on_an_sm == 3) return launch_end(std::integral_constant<End, End::kFusedInThrees>{});
   }
   return launch_end(std::integral_constant<End, End::kFused>{});
 }

@@ -33,6 +33,7 @@ struct Arguments {
 
 constexpr int kSplitColumns = 128;  // output columns of a block of the split kernels
 constexpr int kFusedColumns = 64;   // the same of the fused kernel
+constexpr int kWideColumns = 96;    // where its blocks are launched in wide pairs
 
 // The unit of a range's length, in columns: 128 bytes of a row of the weight, also the most that a stage of the split
 // kernels has, and what one of the warpgroups' kernel has. The fused kernel's unit is twice that: one step for each of
@@ -46,17 +47,24 @@ __host__ __device__ constexpr int units_of(int64_t width, int unit) {
 
 constexpr int kOutputColumns = 4;  // of a thread at a time: 16 bytes of fp32 sums
 
-// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. The fused
-// kernel's 16 rows by 64 columns are kShares of them, dealt to the blocks in turn.
-constexpr int kShareValues = 32 * kOutputColumns, kShares = kMaxDecodeRows * kFusedColumns / kShareValues;
-__host__ __device__ constexpr int shares_of_block(int blocks) { return (kShares + blocks - 1) / blocks; }
+// A share is the outputs of 32 lanes, four each: what one block of a cluster sends to another at a time. Those of the
+// fused kernel's 16 rows are dealt to the blocks in turn.
+constexpr int kShareValues = 32 * kOutputColumns;
+__host__ __device__ constexpr int shares_of(int columns) { return kMaxDecodeRows * columns / kShareValues; }
+__host__ __device__ constexpr int shares_of_block(int blocks, int columns) {
+  return (shares_of(columns) + blocks - 1) / blocks;
+}
 
-// Of a block. Two chunks in one block, or four in two, are 16 shares; ranges of one chunk at most 14, in a cluster of
-// seven.
-constexpr int kMaxParts = kMaxCluster, kMaxReceived = 16;
+// What a block has room for. Two chunks in one block, or four in two, are 16 shares of 64 columns; ranges of one chunk
+// at most 14, in a cluster of seven. Of 96 columns three chunks in four blocks are 18, seven parts in four blocks 21;
+// with more than 22 the ring of mxfp8 would have two stages.
+constexpr int kMaxParts = kMaxCluster;
+__host__ __device__ constexpr int max_received(int columns) { return columns == kWideColumns ? 22 : 16; }
 static_assert(kMaxChunks <= kMaxParts && [] {
   for (int blocks = 1; blocks <= kMaxCluster; ++blocks) {
-    if (blocks * shares_of_block(blocks) > kMaxReceived) return false;
+    for (const int columns : {kFusedColumns, kWideColumns}) {
+      if (blocks * shares_of_block(blocks, columns) > max_received(columns)) return false;
+    }
   }
   return true;
 }());
@@ -97,14 +105,15 @@ __device__ __forceinline__ void store_outputs(T* row, int64_t column, int64_t co
   }
 }
 
-// The outputs of a cluster are in packs of four neighbors in a row, and a row has a multiple of this many: lanes of the
-// same half of a warp have the same row.
-constexpr int kPacksOfRow = 16;
+// The outputs of a cluster are in packs of four neighbors in a row, and a row has a multiple of this many: so many
+// lanes, from a multiple on, have the same row.
+constexpr int kPacksTogether = 8;
+static_assert(kMaxChunks <= kPacksTogether);
 
 // Each lane finishes a pack: it adds up the sums of all ranges, words[rank], and the squares of its row, squares[rank],
-// in the order of ranges (in the fused kernel, parts) and chunks. Lanes that store nothing work on another's pack. Lane
-// k of a half computes the scale of chunk k: loads, a root and two divisions, which for three chunks in turn take three
-// times as long.
+// in the order of ranges (in the fused kernel, parts) and chunks. Lanes that store nothing work on another's pack. Of
+// the lanes of a row, the k-th computes the scale of chunk k: loads, a root and two divisions, which for three chunks
+// in turn take three times as long.
 template <class T, class WordsOfRanges, class SquaresOfRanges>
 __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t row, int64_t output, bool stores,
                                             const WordsOfRanges& words, const SquaresOfRanges& squares,
@@ -112,7 +121,7 @@ __device__ __forceinline__ void finish_pack(const Arguments& arguments, int64_t 
   const NormConcatLinear& op = arguments.op;
   const Concat& source = op.source;
   const int blocks = arguments.ranges.count, num_chunks = static_cast<int>(source.num_chunks);
-  const int lane = threadIdx.x % 32, own_chunk = lane % kPacksOfRow, first_lane = lane - own_chunk;
+  const int lane = threadIdx.x % 32, own_chunk = lane % kPacksTogether, first_lane = lane - own_chunk;
   // f(rank, k, whether it is the last range of chunk k).
   const auto for_each_range = [&](auto f) {
     int k = 0, left = arguments.ranges.of_chunk[0];

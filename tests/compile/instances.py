@@ -34,7 +34,6 @@ SHAPES = sorted({(stage.K, stage.H, stage.D) for model in model_shapes().values(
 SMS, CLOCK = 132, 1.755e9  # of an H200
 COPY = 4.3e12  # bytes/s
 LAUNCH, LATENCY = 2e-6, 1000 / CLOCK  # s, the latter under load; estimates
-RECEIVED = 16 * 512 + 8 * 64 + 8  # bytes that a block receives from its cluster
 SM_REGISTERS, SM_SHARED, SM_THREADS, BLOCK_RESERVE = 65536, 228 << 10, 2048, 1 << 10
 
 
@@ -84,23 +83,34 @@ def instances() -> dict[str, Instance]:
         rows, residual = (int(number) for number in re.findall(r"L[ib](\d+)E", binary.name))
         form, end = (int(re.search(rf"{kind}E(\d)", binary.name)[1]) for kind in ("4Form", "3End"))
         fused = end > 0
-        name = (f"split {rows}", "fused", "fused in threes")[end] + FORMS[form]
-        columns, value_bytes, source_rows = 64 if fused else 128, _value_bytes(form), rows * (1 + residual)
+        ends = (f"split {rows}", "fused", "fused in threes", "fused in pairs", "fused in wide pairs")
+        name, columns = ends[end] + FORMS[form], (128, 64, 64, 64, 96)[end]
+        value_bytes, source_rows = _value_bytes(form), rows * (1 + residual)
         wide = fused or (form and source_rows == 32) or form in SCALED_COLUMNS
         stage_columns = 128 if wide else 64
         if fused and form and (value_bytes < 1 or not residual):
             stage_columns = 256
         stage = int(stage_columns * (columns * value_bytes + source_rows * 2 + 4))
         stage += columns * stage_columns // SCALED_COLUMNS[form] if form in SCALED_COLUMNS else 0
-        beside = 2 * source_rows * 8 + RECEIVED if fused else source_rows * 8
-        stages = ((200 if rows == 128 else (99, 99, 75)[end]) * 1024 - beside) // stage
+        if fused:
+            stage = max(stage, 4 * 16 * columns * 4)  # the sums of its warps
+        beside = 2 * source_rows * 8 + _received(columns) if fused else source_rows * 8
+        stages = int((200 if rows == 128 else (99, 99, 75, 113.5, 113.5)[end]) * 1024 - beside) // stage
         in_flight = int((stages - 1) * columns * stage_columns * value_bytes)
+        shared, pair = stages * stage + beside, 2 if end >= 3 else 1
+        if pair == 2:
+            shared = -(-shared // 16) * 16
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
-        sizes = (rows, columns, binary.registers, stages * stage + beside, in_flight)
+        sizes = (rows, columns, binary.registers, pair * shared, pair * in_flight)
         name += " residual" if residual else ""
-        made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), value_bytes)
+        made[name] = Instance(name, *sizes, round(per_byte * row_warps, 3), value_bytes, pair * 256)
     return made
+
+
+def _received(columns: int) -> int:
+    """Bytes that a block of the fused kernel receives from its cluster."""
+    return (22 if columns == 96 else 16) * 512 + 8 * 64 + 8
 
 
 def _value_bytes(form: int) -> float:
@@ -210,10 +220,7 @@ def _call(known: dict[str, Instance], emulation: object, K: int, H: int, D: int,
         ops.norm_concat_linear_wgmma_out(*arguments, x.new_empty(T, D))
         names = tuple(name for name in known if re.fullmatch(r"wgmma \d+x64", name))
     (launch,) = (launch for launch in emulation.take_launches() if launch.threads)
-    blocks, ranges = launch.grid
-    sizes = (launch.shared_bytes, launch.threads)
-    (instance,) = (known[name] for name in names if (known[name].shared, known[name].threads) == sizes)
-    return _call_of(instance, blocks * ranges, ranges, K, H, D, T)
+    return _call_of([known[name] for name in names], launch, K, H, D, T)
 
 
 def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int, D: int, T: int, format: str) -> Call:
@@ -235,18 +242,19 @@ def _call_on_codes(known: dict[str, Instance], emulation: object, K: int, H: int
         *arguments, ("split", "fused", "wgmma").index(kernel), True, x.new_empty(T, D)
     )
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
-    blocks, ranges = launch.grid
-    kinds = {"wgmma": r"wgmma \d+x64", "fused": "fused( in threes)?", "split": r"split \d+"}
+    kinds = {"wgmma": r"wgmma \d+x64", "fused": "fused( in threes| in( wide)? pairs)?", "split": r"split \d+"}
     pattern = kinds[kernel] + FORMS[form]
-    named = (i for name, i in known.items() if re.fullmatch(pattern, name))
-    (instance,) = (i for i in named if (i.shared, i.threads) == (launch.shared_bytes, launch.threads))
-    return _call_of(instance, blocks * ranges, ranges, K, H, D, T)
+    return _call_of([i for name, i in known.items() if re.fullmatch(pattern, name)], launch, K, H, D, T)
 
 
-def _call_of(instance: Instance, blocks: int, ranges: int, K: int, H: int, D: int, T: int) -> Call:
+def _call_of(candidates: list[Instance], launch: object, K: int, H: int, D: int, T: int) -> Call:
+    sizes = (launch.shared_bytes, launch.threads * launch.rows)
+    (instance,) = (i for i in candidates if (i.shared, i.threads) == sizes)
+    blocks, cluster = math.prod(launch.grid), launch.grid[1]
+    ranges = cluster * launch.rows
     slots = instance.blocks * SMS
     if instance.one_launch:
-        slots = load().clusters_at_once(SMS, ranges, instance.blocks) * ranges
+        slots = load().clusters_at_once(SMS, cluster, instance.blocks) * cluster
     last = blocks % slots or slots
     us = _fitted_us(instance, ranges, K, H, D, T)
     floor = 1e6 * (LAUNCH + LATENCY + instance.value_bytes * D * K * H / COPY)
@@ -265,6 +273,7 @@ def _fitted_us(instance: Instance, ranges: int, K: int, H: int, D: int, T: int) 
     """Where there is a fit: to one row by the fused kernel, unless scales multiply codes (NVFP4 takes up to a fifth
     longer than it would say), and to 17 rows of a dense weight by warpgroups."""
     units = math.ceil(H / instance.unit)
+    in_pairs = "pairs" in instance.name
     # The longest range, where each is of one chunk.
     of_chunk = math.ceil(units / (ranges // K)) if ranges >= K else None
     if instance.wgmma:
@@ -277,8 +286,9 @@ def _fitted_us(instance: Instance, ranges: int, K: int, H: int, D: int, T: int) 
     # Ranges cut the concat evenly or, where that is faster, of codes each chunk.
     cuts = [(math.ceil(K * units / ranges), ranges % K != 0)] + [(of_chunk, False)] * (is_codes and ranges >= K)
     clusters = math.ceil(D / instance.columns)
+    shared = 2 if in_pairs else instance.blocks, in_pairs, instance.columns  # h200.h, FusedBlocks
     return min(
-        load().us_of_fused(is_codes, clusters, ranges, instance.blocks, longest, K * units, has_second_part)
+        load().us_of_fused(is_codes, clusters, ranges, *shared, longest, K * units, has_second_part)
         for longest, has_second_part in cuts
     )
 

@@ -36,6 +36,11 @@ def is_in_threes(launch: Any) -> bool:
     return launch.shared_bytes <= 75 << 10
 
 
+def is_in_pairs(launch: Any) -> bool:
+    """Whether a launched block is two of the fused kernel's: the End kFusedInPairs of that file."""
+    return launch.rows == 2
+
+
 @pytest.fixture(scope="session")
 def emulation() -> ModuleType:
     """The emulated GPU; instrumented in the processes that test_sanitized.py starts."""

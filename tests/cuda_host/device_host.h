@@ -42,6 +42,7 @@ void set_random(uint32_t seed);
 const char* exchange(const void* mine, size_t bytes, bool orders = false);
 char* shared_memory();
 void sync_block();
+void sync_row(int threads);
 void sync_cluster(bool orders);
 void arrive_at_cluster();
 void wait_for_cluster();
@@ -238,6 +239,10 @@ inline void prefetch(const void*) {}
 
 inline void wait_for_previous_kernel() { host::wait_for_previous_kernel(); }
 inline void let_next_kernel_start() {}
+template <int kThreads>
+void sync_row() {
+  host::sync_row(kThreads);
+}
 inline void sync_cluster() { host::sync_cluster(true); }
 inline void end_cluster() { host::sync_cluster(false); }
 inline void arrive_at_cluster() { host::arrive_at_cluster(); }

@@ -27,7 +27,7 @@ namespace {
 constexpr size_t kStackBytes = 256 << 10;
 constexpr int kLanes = 32;
 
-enum class State { kReady, kInExchange, kAtArrivals, kAtBarrier, kAtCluster, kAtClusterBarrier, kDone };
+enum class State { kReady, kInExchange, kAtArrivals, kAtBarrier, kAtRowBarrier, kAtCluster, kAtClusterBarrier, kDone };
 
 struct Warp {
   char slots[2][kLanes * kSlot];  // two, so that a lane ahead by one exchange does not overwrite what others still read
@@ -77,6 +77,7 @@ struct Block {
   std::vector<Warp> warps;
   std::unique_ptr<char, decltype(&std::free)> shared;
   Order barrier;
+  std::vector<Order> row_barriers;
   std::map<const void*, Arrivals> arrivals;
   // A thread that reached the barrier, and one that reached the barrier before it, without a fence; or -1.
   int unfenced = -1, unfenced_before = -1;
@@ -238,6 +239,7 @@ void allocate_cluster(int cluster, int64_t shared_bytes) {
     blocks.push_back({std::vector<Warp>(threads_of_block / kLanes),
                       new_shared_memory(shared_bytes),
                       Order(),
+                      std::vector<Order>(blockDim.y),
                       {}});
   }
   cluster_barrier = std::make_unique<Order>();
@@ -283,6 +285,17 @@ bool passes(State barrier, int begin, int end) {
   return true;
 }
 
+// The same of the barriers of each row of the threads of the block that begins with this one, which wait for ended
+// threads too: for as many as bar.sync names.
+bool a_row_passes(int first_thread) {
+  bool passed = false;
+  for (int first = first_thread; first < first_thread + threads_of_block; first += blockDim.x) {
+    if (count(State::kAtRowBarrier, first, first + blockDim.x) != blockDim.x) continue;
+    passed |= passes(State::kAtRowBarrier, first, first + blockDim.x);
+  }
+  return passed;
+}
+
 void run_cluster(int cluster, int64_t shared_bytes) {
   allocate_cluster(cluster, shared_bytes);
   late_products = is_random ? random_numbers() : late_copies ? ~0u : 0;
@@ -312,14 +325,18 @@ void run_cluster(int cluster, int64_t shared_bytes) {
       bool moves = true;
       while (moves && !(is_random && random_numbers() % 4 == 0)) {
         run_warps(first);
-        moves = can_run(first, first + threads_of_block) || passes(State::kAtBarrier, first, first + threads_of_block);
+        moves = can_run(first, first + threads_of_block) || a_row_passes(first) ||
+                passes(State::kAtBarrier, first, first + threads_of_block);
       }
       may_go_on |= moves;
     }
     const int done = count(State::kDone, 0, threads);
     if (done == threads) return check_arrivals();
     if (passes(State::kAtClusterBarrier, 0, threads) || may_go_on || can_run(0, threads)) continue;
-    const int at_barrier = count(State::kAtBarrier, 0, threads) + count(State::kAtClusterBarrier, 0, threads);
+    int at_barrier = 0;
+    for (const State barrier : {State::kAtBarrier, State::kAtRowBarrier, State::kAtClusterBarrier}) {
+      at_barrier += count(barrier, 0, threads);
+    }
     throw std::runtime_error("emulated kernel: " + std::to_string(at_barrier) + " of " + std::to_string(threads) +
                              " threads wait at a barrier, " + std::to_string(done) +
                              " have ended, " + std::to_string(count(State::kAtArrivals, 0, threads)) +
@@ -523,6 +540,15 @@ void sync_block() {
   if (barriers_order) barrier.acquire();
 }
 
+void sync_row(int threads) {
+  if (blockDim.x != threads || blockDim.y != 2) fail("a barrier of " + std::to_string(threads) + " threads of a row");
+  if (!barriers_order && !kRacecheck) return;
+  Order& barrier = block_of(running).row_barriers[threadIdx.y];
+  if (barriers_order) barrier.release();
+  yield(State::kAtRowBarrier);
+  if (barriers_order) barrier.acquire();
+}
+
 void sync_cluster(bool orders) {
   check_not_alone();
   if (orders && barriers_order) cluster_barrier->release();
@@ -544,9 +570,11 @@ void wait_for_cluster() {
 const char* in_block(const void* mine, int rank) {
   check_not_alone();
   if (rank < 0 || rank >= static_cast<int>(blocks.size())) fail("block " + std::to_string(rank) + " of the cluster");
-  const int first = rank * threads_of_block;
-  if (count(State::kDone, first, first + threads_of_block) > 0) fail("shared memory of a block that has ended");
-  return blocks[rank].shared.get() + (static_cast<const char*>(mine) - shared_memory());
+  const int64_t at = static_cast<const char*>(mine) - shared_memory();
+  // Each row of a block's threads has its share of the memory.
+  const int first = rank * threads_of_block + static_cast<int>(at / (shared_bytes_of_block / blockDim.y)) * blockDim.x;
+  if (count(State::kDone, first, first + blockDim.x) > 0) fail("shared memory of a block that has ended");
+  return blocks[rank].shared.get() + at;
 }
 
 void wait_for_previous_kernel() { current().waited = true; }

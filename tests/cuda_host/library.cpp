@@ -80,9 +80,10 @@ int64_t clusters_at_once(int multiprocessors, int cluster, int blocks_on_an_sm) 
   return eagle_kernels::cuda::clusters_at_once(gpu(multiprocessors), cluster, blocks_on_an_sm);
 }
 
-float us_of_fused(bool is_codes, int64_t clusters, int ranges, int blocks_on_an_sm, int longest, int units,
-                  bool has_second_part) {
-  const FusedWork work{clusters, ranges, blocks_on_an_sm, longest, units, has_second_part};
+float us_of_fused(bool is_codes, int64_t clusters, int ranges, int blocks_on_an_sm, bool in_pairs, int columns,
+                  int longest, int units, bool has_second_part) {
+  const FusedBlocks blocks{blocks_on_an_sm, in_pairs, columns};
+  const FusedWork work{clusters, ranges, blocks, longest, units, has_second_part};
   return eagle_kernels::cuda::us_of_fused(gpu(132), is_codes, work);
 }
 

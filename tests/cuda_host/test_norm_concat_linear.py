@@ -13,7 +13,7 @@ import test_norm_concat_linear as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import FEATURES, NUMBERS, SIZES, Case, operands
-from cuda_host.conftest import SHARED_MEMORY, is_in_threes
+from cuda_host.conftest import SHARED_MEMORY, is_in_pairs, is_in_threes
 from eagle_kernels.plan import Kernel
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
@@ -228,7 +228,7 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(
 
 
 @pytest.mark.parametrize(
-    ("K", "H", "D", "dense", "fp8_row"),  # blocks on an SM, and ranges
+    ("K", "H", "D", "dense", "fp8_row"),  # blocks on an SM, and ranges; in pairs also a block's columns
     # Clusters of 64 columns on 132 SMs. With two blocks on an SM there is room for 132 clusters of two, 79 of three, 62
     # of four, 47 of five, 39 of six; with three for 124 of three, 92 of four, 69 of five and 62 of six.
     [
@@ -238,18 +238,18 @@ def test_a_block_that_is_alone_has_the_bits_of_a_cluster(
         (3, 2560, 2560, (2, 5), (2, 5)),
         (3, 2880, 2880, (3, 6), (3, 6)),  # with two on an SM 45 clusters of five would leave room for two, and wait
         (3, 3840, 3840, (2, 4), (2, 4)),
-        (2, 4096, 4096, (3, 5), (2, 2)),  # clusters of two have an SM for each block
-        (3, 4096, 4096, (3, 5), (2, 3)),  # codes take longer where a range has columns of two chunks
+        (2, 4096, 4096, (3, 5), (2, 4, 64)),  # clusters of two pairs have an SM for each pair
+        (3, 4096, 4096, (3, 5), (2, 4, 64)),
         (3, 5120, 5120, (3, 4), (3, 4)),
-        (3, 6144, 6144, (3, 3), (3, 3)),
+        (3, 6144, 6144, (3, 3), (2, 4, 96)),
         (2, 7168, 7168, (2, 2), (2, 2)),
         (3, 8192, 8192, (2, 2), (2, 2)),
-        (5, 4096, 4096, (3, 5), (3, 5)),
+        (5, 4096, 4096, (3, 5), (2, 4, 64)),
         (8, 64, 64, (2, 8), (2, 8)),
     ],
 )
 def test_a_cluster_shares_the_ranges_of_its_columns_out(
-    K: int, H: int, D: int, dense: tuple[int, int], fp8_row: tuple[int, int], emulation: ModuleType
+    K: int, H: int, D: int, dense: tuple[int, ...], fp8_row: tuple[int, ...], emulation: ModuleType
 ) -> None:
     chunks, weight = [torch.empty(1, H).bfloat16() for _ in range(K)], torch.empty(D, K * H).bfloat16()
     codes = ek.QuantizedWeight(torch.empty(D, K * H, dtype=torch.float8_e4m3fn), torch.empty(D, 1), "fp8_row")
@@ -261,9 +261,10 @@ def test_a_cluster_shares_the_ranges_of_its_columns_out(
         finally:
             emulation.run_kernels(True)
         launch = emulation.take_launches()[-1]
-        blocks, ranges = expected
-        assert (launch.grid, launch.cluster, launch.pdl) == ([-(-D // 64), ranges], ranges, True)
-        assert is_in_threes(launch) == (blocks == 3)
+        (blocks, ranges), in_pairs = expected[:2], len(expected) == 3
+        cluster, columns = (ranges // 2, expected[2]) if in_pairs else (ranges, 64)
+        assert (launch.grid, launch.cluster, launch.pdl) == ([-(-D // columns), cluster], cluster, True)
+        assert (is_in_pairs(launch), is_in_threes(launch)) == (in_pairs, blocks == 3)
 
 
 def test_a_gpu_without_clusters_is_left_to_the_split_kernels(emulated: object, emulation: ModuleType) -> None:

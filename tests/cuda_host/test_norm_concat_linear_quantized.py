@@ -14,7 +14,7 @@ import test_norm_concat_linear_quantized as on_cpu
 from accuracy import allow_independent_roundings, expect
 from backends import environment_of
 from cases import Case, Operands, check_every_value, operands, weight_of_every_code
-from cuda_host.conftest import SHARED_MEMORY, is_in_threes
+from cuda_host.conftest import SHARED_MEMORY, is_in_pairs, is_in_threes
 from cuda_host.test_norm_concat_linear import FLAVOURS, FUSED_CASES, SPLIT_CASES, TYPES
 from eagle_kernels import QuantizedWeight, plan
 from eagle_kernels.ops import norm_concat_linear_quantized as codes_op
@@ -198,6 +198,89 @@ def test_float64_truth_of_every_instance(
     check(Case(dtype, (160,) * 3, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour]), name, kernel)
     in_threes = is_in_threes(emulation.take_launches()[-1])
     assert kernel != "fused" or in_threes == (products == "mma-in-threes" and flavour != "residuals")
+
+
+IN_PAIRS = ["fp8_row", "int8_row", "nvfp4", "mxfp4", "mxfp8"]
+
+
+@pytest.mark.parametrize(("flavour", "ranges"), [("no-gain", 6), ("gain", 4), ("fp32-gain", 8), ("offset", 4)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "columns"),  # scales multiply codes in bf16 alone; scales of blocks, no 96 columns
+    [
+        *((name, "bf16", columns) for name in IN_PAIRS for columns in (64, 96)),
+        *((name, "fp16", columns) for name in IN_PAIRS[:2] for columns in (64, 96)),
+        *((name, dtype, 64) for name in IN_LARGE_BLOCKS for dtype in TYPES),
+    ],
+)
+def test_float64_truth_of_every_instance_in_pairs(
+    name: str,
+    dtype: str,
+    columns: int,
+    flavour: str,
+    ranges: int,
+    emulation: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranges some of which go on into the next chunk, and a row's bits, which do not depend on T."""
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", "1")
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_COLUMNS", str(columns))
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
+    # In units of 256 columns: 4 ranges have 6 parts, 6 have 8, and 8 are of one chunk each.
+    widths = {4: (896, 256, 128, 256), 6: (1152, 256, 1152, 1280), 8: (384, 1408, 640)}[ranges]
+    for T, late_copies in ((3, False), (16, True)):
+        order = {"descending_warps": late_copies, "late_copies": late_copies}
+        emulation.set_device(SHARED_MEMORY, **order, random=ranges if T == 3 else 0)
+        emulation.take_launches()
+        check(Case(dtype, widths, T, "concat" if T == 3 else "chunk", D=150, **FLAVOURS[flavour]), name, "fused")
+        launch = emulation.take_launches()[-1]
+        assert is_in_pairs(launch)
+        assert (launch.grid, launch.cluster) == ([-(-150 // columns), ranges // 2], ranges // 2)
+    chunks, weight, gain = make_call(name, 16, TYPES[dtype], H=896, D=150)  # three chunks, of four units each
+    whole = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
+    for T in (1, 8, 9):
+        assert same_bits(ek.norm_concat_linear([x[-T:] for x in chunks], weight, norm_weight=gain), whole[-T:]), T
+    assert all(is_in_pairs(launch) for launch in emulation.take_launches() if launch.threads)
+
+
+@pytest.mark.parametrize("ranges", [2, 5])
+def test_an_odd_block_and_two_that_are_alone_are_no_pairs(
+    ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", "1")
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(ranges))
+    emulation.take_launches()
+    check(Case("bf16", (896, 896), 5, D=150), "fp8_row", "fused")
+    assert not is_in_pairs(emulation.take_launches()[-1])
+
+
+def test_pairs_are_for_codes_on_a_gpu_with_memory(emulation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 132 SMs, where a block can have 227 KB. For 4096 and 6144 outputs the plan takes them of its own accord, for
+    6144 in blocks of 96 columns unless scales are of blocks; of a dense weight never."""
+    monkeypatch.delenv("EAGLE_KERNELS_FUSED_BLOCKS")
+    row, blocks, wide_row, wide_blocks = (
+        make_call(name, 1, K=2, H=1024, D=D)[1] for D in (4096, 6144) for name in ("fp8_row", "fp8_block128")
+    )
+    chunks = [torch.randn(1, 1024).bfloat16()] * 2
+    emulation.run_kernels(False)
+    try:
+        for memory, sms, weight, pairs in (
+            (SHARED_MEMORY, 132, row, 64),
+            (SHARED_MEMORY, 132, blocks, 64),
+            (SHARED_MEMORY, 132, wide_row, 64),
+            (SHARED_MEMORY, 148, row, None),
+            (SHARED_MEMORY - 16, 132, row, None),
+            (SHARED_MEMORY - 16, 132, wide_row, None),
+            (SHARED_MEMORY, 132, wide_blocks, None),
+            (SHARED_MEMORY, 132, row.dequantize(torch.bfloat16), None),
+        ):
+            emulation.set_device(memory, descending_warps=False, multiprocessors=sms)
+            emulation.take_launches()
+            ek.norm_concat_linear(chunks, weight)
+            launch = emulation.take_launches()[-1]
+            assert is_in_pairs(launch) == (pairs is not None)
+            assert pairs is None or launch.grid == [pairs, 2]
+    finally:
+        emulation.run_kernels(True)
 
 
 @by_wgmma_at_every_T

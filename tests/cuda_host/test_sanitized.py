@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 _LEFT_OUT = "torchs_bits or do_not_depend or any_ids or any_indices or every_bit_pattern or beyond_its_end or T129"
 _LEFT_OUT += " or H896 or H1152 or H2880 or H4096 or 20000 or outliers or scales"
 _LEFT_OUT += " or (linear_quantized and fp16)"
+_LEFT_OUT += " or (in_pairs and (offset or no-gain or mxfp or int8_row or e8m0))"
 _LEFT_OUT += " or (wgmma_instance and (fp16 or offset or 0.5 or 0.0 or 2-6- or 2-40- or int8_row))"
 
 
@@ -76,39 +77,49 @@ def test_the_sanitizers_see_an_access_beyond_a_tensor() -> None:
 
 _RING = (
     "import torch; from cuda_host.build import load\n"
-    "load('{sanitizer}').set_device(1 << 17, descending_warps=False, multiprocessors=1, {order})\n"
+    "load('{sanitizer}').set_device({memory}, descending_warps=False, multiprocessors=1, {order})\n"
     "ops = torch.ops.eagle_kernels_emulated\n"
-    "x, weight, out = torch.ones(40, 520).bfloat16(), torch.ones(40, 1040).bfloat16(), torch.zeros(40, 40).bfloat16()\n"
+    "x, weight, out = (torch.ones(40, n).bfloat16() for n in ({H}, 2 * {H}, 40))\n"
     "sources = ([x, x], 2, 0, [], [0.0], 0.0, None, None, None)\n"
-    "ops.norm_concat_linear_{kernel}_out(*sources, weight, None, None, 0.0, {switches}out)\n"
-    "print('fine' if (out == 1040).all() else 'wrong')\n"
+    "ops.norm_concat_linear_{call}\n"
+    "print('fine' if (out == 2 * {H}).all() else 'wrong')\n"
 )
 
 
-# The kernel, its switches, and how many ranges the blocks of a cluster share out: of three the second has the end of
-# a chunk and the beginning of the next.
+def _ring(call: str, H: int = 520, memory: int = 1 << 17, **variables: str) -> tuple[dict, dict[str, str]]:
+    """What _RING is formatted with, and variables of the library of alternatives."""
+    return {"call": call, "H": H, "memory": memory}, {f"EAGLE_KERNELS_FUSED_{name}": v for name, v in variables.items()}
+
+
+_FUSED = "fused_out(*sources, weight, None, None, 0.0, True, out)"
+_CODES = "weight.to(torch.float8_e4m3fn), torch.ones(40, 1), None, 1, 5120"
+_WGMMA = _ring("wgmma_out(*sources, weight, None, None, 0.0, out)")
+# Ranges are those that the blocks of a cluster share out: of three the second has the end of a chunk and the beginning
+# of the next.
 _SWITCHES = {
-    "split": ("split", "True, ", None),
-    "wgmma": ("wgmma", "", None),
-    "fused": ("fused", "True, ", "2"),
-    "fused across chunks": ("fused", "True, ", "3"),
+    "split": _ring("split_out(*sources, weight, None, None, 0.0, True, out)"),
+    "wgmma": _WGMMA,
+    "fused": _ring(_FUSED, RANGES="2"),
+    "fused across chunks": _ring(_FUSED, RANGES="3"),
+    "fused in pairs": _ring(
+        f"quantized_out(*sources, {_CODES}, None, None, 0.0, 1, True, out)", 2560, 227 << 10, RANGES="4", BLOCKS="1"
+    ),
 }
 
 
 @pytest.mark.parametrize("forgotten", ["nothing", "barriers", "waits"])
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, forgotten: str) -> None:
-    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, more than the ring has. A missing barrier is a
-    race; a copy that nobody has waited for has not landed."""
-    variables = {} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"}
-    name, switches, ranges = _SWITCHES[kernel]
-    variables |= {"EAGLE_KERNELS_FUSED_RANGES": ranges} if ranges else {}
-    order = f"late_copies={forgotten == 'waits'}"
-    code = _RING.format(kernel=name, switches=switches, sanitizer="thread", order=order)
+    """520 columns are 9 stages of 64 columns and 5 of the fused kernel, and half of 2560 5 of a pair, more than
+    the ring has. A missing barrier is a race; a copy that nobody has waited for has not landed."""
+    call, variables = _SWITCHES[kernel]
+    variables = variables | ({} if forgotten == "nothing" else {f"EAGLE_KERNELS_TEST_NO_{forgotten.upper()}": "1"})
+    code = _RING.format(**call, sanitizer="thread", order=f"late_copies={forgotten == 'waits'}")
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), **variables)
     said_of_waits = {
         "fused": "shared memory of a block that has ended",
         "fused across chunks": "shared memory of a block that has ended",
+        "fused in pairs": "shared memory of a block that has ended",
         "wgmma": "a thread has ended before its products",
     }
     if forgotten == "waits" and kernel in said_of_waits:
@@ -127,18 +138,17 @@ def test_a_ring_of_copies_without_its_barriers_or_waits_is_seen(kernel: str, for
 @pytest.mark.parametrize("kernel", _SWITCHES)
 def test_a_random_order_of_warps_shows_forgotten_barriers(kernel: str, seed: int, forgotten: bool) -> None:
     """Without a sanitizer: the sum is wrong, or the emulation ends the kernel."""
-    name, switches, ranges = _SWITCHES[kernel]
-    code = _RING.format(kernel=name, switches=switches, sanitizer="", order=f"random={seed}")
-    variables = {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if forgotten else {}
-    variables |= {"EAGLE_KERNELS_FUSED_RANGES": ranges} if ranges else {}
+    call, variables = _SWITCHES[kernel]
+    code = _RING.format(**call, sanitizer="", order=f"random={seed}")
     environment = os.environ | {"PYTHONPATH": os.fspath(HERE.parent)} | variables
+    environment |= {"EAGLE_KERNELS_TEST_NO_BARRIERS": "1"} if forgotten else {}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (run.stdout == "fine\n") != forgotten, run.stdout + run.stderr[-4000:]
     assert not forgotten or run.stdout == "wrong\n" or "of block (" in run.stderr, run.stderr[-4000:]
 
 
 def test_what_wgmma_reads_without_a_fence_is_seen() -> None:
-    code = _RING.format(kernel="wgmma", switches="", sanitizer="thread", order="")
+    code = _RING.format(**_WGMMA[0], sanitizer="thread", order="")
     run = run_under("thread", ["-c", code], PYTHONPATH=os.fspath(HERE.parent), EAGLE_KERNELS_TEST_NO_FENCES="1")
     assert "has not fenced" in run.stderr, run.stderr[-4000:]
 

@@ -19,7 +19,7 @@ from backends import environment_of
 from cases import Case
 from cuda_host import test_norm_concat_linear as dense
 from cuda_host import test_norm_concat_linear_quantized as quantized
-from cuda_host.conftest import SHARED_MEMORY, is_in_threes
+from cuda_host.conftest import SHARED_MEMORY, is_in_pairs, is_in_threes
 from eagle_kernels import plan
 from guards import same_bits
 
@@ -40,7 +40,8 @@ class Product:
     codes: str = ""
     has_wgmma: bool = True
     ranges: int = 2
-    blocks: int = 2  # of the fused kernel on an SM
+    blocks: int = 2  # of the fused kernel on an SM; 1: in pairs
+    columns: int = 64  # of the output in its blocks
 
 
 # Each chunk is one range of more stages than a ring has; in most kernels its last stage lies where sums go next. Of
@@ -57,6 +58,11 @@ PRODUCTS = {
     "threes-across": Product(Case("bf16", WIDTHS, 11, D=70), "fused", ranges=3, blocks=3),
     "threes-codes-across": Product(Case("bf16", CODES_WIDTHS, 11, D=70), "fused", "fp8_row", ranges=3, blocks=3),
     "threes-blocks-across": Product(Case("bf16", BLOCKS_WIDTHS, 11, D=70), "fused", "fp8_block128", ranges=3, blocks=3),
+    "pairs-codes-across": Product(Case("bf16", CODES_WIDTHS * 2, 11, D=70), "fused", "fp8_row", ranges=6, blocks=1),
+    "pairs-blocks": Product(Case("bf16", BLOCKS_WIDTHS * 2, 11, D=70), "fused", "fp8_block128", ranges=4, blocks=1),
+    "wide-pairs": Product(
+        Case("bf16", CODES_WIDTHS * 2, 11, D=100), "fused", "fp8_row", ranges=6, blocks=1, columns=96
+    ),
     # A block that is alone in its range waits for no cluster.
     "fused-alone": Product(Case("bf16", WIDTHS[:1], 11, D=70), "fused", ranges=1),
     "wgmma-alone": Product(Case("bf16", WIDTHS[:1], 40, D=70), "fused wgmma", ranges=1),
@@ -100,6 +106,7 @@ def test_products(
     emulation.take_launches()
     monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", str(product.ranges))
     monkeypatch.setenv("EAGLE_KERNELS_FUSED_BLOCKS", str(product.blocks))
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_COLUMNS", str(product.columns))
     with environment_of(EAGLE_KERNELS_BACKEND="cuda"):
         if product.codes:
             quantized.check(product.case, product.codes, product.kernel)
@@ -107,8 +114,9 @@ def test_products(
             assert dense.explained(product.case).startswith(f"norm_concat_linear: cuda/{product.kernel}, because ")
             dense.check(product.case)
     launch = next(launch for launch in emulation.take_launches() if launch.threads)
-    assert launch.grid[1] == product.ranges
-    assert product.kernel != "fused" or is_in_threes(launch) == (product.blocks == 3)
+    assert launch.grid[1] * launch.rows == product.ranges
+    if product.kernel == "fused":
+        assert (is_in_pairs(launch), is_in_threes(launch)) == (product.blocks == 1, product.blocks == 3)
 
 
 def embed() -> None:

@@ -26,6 +26,11 @@ CASES = [
     Case("bf16", (2816,) * 3, 40, D=150, gain="none"),
     Case("bf16", (4096,) * 3, 128, D=500, gain="none", residuals="all"),
     Case("bf16", (4096,) * 3, 300, D=500),
+    # The fused kernel's pairs and wide pairs on a GPU of 132 SMs, unless the form has none; the last one's ranges have
+    # columns of two chunks, as those of (4096,) * 3 above.
+    Case("bf16", (1024,) * 2, 9, D=4096, gain="fp32"),
+    Case("bf16", (1024,) * 2, 16, D=6144),
+    Case("bf16", (2048,) * 3, 5, "concat", D=6144),
 ]
 
 

@@ -868,14 +868,33 @@ MUTANTS = (
         for file, original, fault in (
             ("norm_concat_linear.cu", "inside && row < outputs - weight_row", "inside"),
             ("norm_concat_linear.cu", "inside && source != nullptr", "inside"),
+            ("norm_concat_linear.cu", "copy_row < rows", "copy_row < rows - 1"),
+            ("norm_concat_linear.cu", "kBytesOfPair <= device.shared_memory", "true"),
+            ("fused_sums.cuh", "rank % 2 - static_cast<int>(threadIdx.y)", "0"),
+            ("fused_sums.cuh", "moved(&received)->all", "received.all"),
+            ("cut.cuh", "ranges % 2 != 0 || ranges < 4", "ranges % 2 != 0"),
+            ("cut.cuh", "ranges % 2 != 0 || ranges < 4", "ranges < 4"),
+            ("fused_sums.cuh", "share += kWarps", "share += 2 * kWarps"),
+            ("fused_sums.cuh", "pack >= packs", "pack > packs"),
+            ("norm_concat_linear.cu", "row + below >= kColumns", "row >= kColumns"),
+            ("cut.cuh", "received > max_received(output_columns)", "false"),
+            (
+                "cut.cuh",
+                "us_of_fused(device, is_codes, work) * doubt_of(device, blocks)",
+                "us_of_fused(device, is_codes, work)",
+            ),
+            ("h200.h", "device.multiprocessors == 132 ? 1.05f : std::numeric_limits<float>::infinity()", "1.05f"),
+            ("h200.h", "in_pairs ? work.ranges / 2 : work.ranges", "work.ranges"),
+            ("h200.h", "in_pairs ? 1 : work.blocks.on_an_sm", "work.blocks.on_an_sm"),
+            ("h200.h", "static_cast<float>(work.blocks.columns) / 64", "1"),
             ("norm_concat_linear.cu", "gain != nullptr && first < width", "gain != nullptr"),
             ("norm_concat_linear.cu", "column + copy_part * kPack < width", "true"),
             ("fused_sums.cuh", "lane % 16 < blocks", "lane % 16 < blocks - 1"),
             ("fused_sums.cuh", "packs - share * 32 < 32 ? packs - share * 32 : 32", "32"),
             (
                 "fused_sums.cuh",
-                "part * shares_of_block(blocks) + warp / blocks",
-                "part * shares_of_block(blocks)",
+                "part * shares_of_block(blocks, K::kColumns) + share / blocks",
+                "part * shares_of_block(blocks, K::kColumns)",
             ),
             (
                 "fused_sums.cuh",
@@ -990,7 +1009,8 @@ MUTANTS = (
 # Calls that order the threads of csrc/cuda or wait for copies, products and kernels. They are searched for, so that a
 # new call becomes a mutant by itself.
 _SYNCHRONIZATION = re.compile(
-    r"(?:__syncthreads|sync_warp|sync_cluster|end_cluster|arrive_at_cluster|wait_for_cluster|received\.all\.wait"
+    r"(?:__syncthreads|sync_row<[^>]*>|K::sync|sync_warp|sync_cluster|end_cluster|arrive_at_cluster|wait_for_cluster"
+    r"|received\.all\.wait"
     r"|wait_for_copies<[^>]*>|commit_copies|fence_async_proxy|fence_wgmma|commit_wgmma|wait_for_wgmma"
     r"|wait_for_previous_kernel)\([^()]*\)(?=;)"
 )
