@@ -176,6 +176,17 @@ def test_float64_truth_of_ranges_across_chunks(
         assert (launch.grid, launch.cluster) == ([2, ranges], ranges)
 
 
+def test_a_cut_for_whose_parts_a_block_has_no_room_is_not_taken(
+    emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three blocks of two chunks each would be sent six parts of three shares."""
+    monkeypatch.setenv("EAGLE_KERNELS_FUSED_RANGES", "3")
+    for K, ranges in ((3, 3), (6, 6)):
+        emulation.take_launches()
+        check(Case("bf16", (72,) * K, 16, D=70))
+        assert emulation.take_launches()[-1].grid == [2, ranges]
+
+
 # One range of one chunk: a block that has its outputs to itself.
 ALONE = [
     Case("bf16", (64,), 1, "chunk", D=70),

@@ -242,6 +242,19 @@ def test_float64_truth_of_every_instance_in_pairs(
     assert all(is_in_pairs(launch) for launch in emulation.take_launches() if launch.threads)
 
 
+def test_wide_pairs_for_whose_parts_a_block_has_no_room_are_not_taken(
+    emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four blocks of two chunks each are sent eight parts, of two shares of 64 columns or of three of 96."""
+    for name, value in (("BLOCKS", "1"), ("COLUMNS", "96"), ("RANGES", "4")):
+        monkeypatch.setenv(f"EAGLE_KERNELS_FUSED_{name}", value)
+    for K, columns in ((7, 96), (8, 64)):
+        emulation.take_launches()
+        check(Case("bf16", (256,) * K, 16, D=150), "fp8_row", "fused")
+        launch = emulation.take_launches()[-1]
+        assert launch.grid[0] == -(-150 // columns) and launch.grid[1] * launch.rows == 4
+
+
 @pytest.mark.parametrize("ranges", [2, 5])
 def test_an_odd_block_and_two_that_are_alone_are_no_pairs(
     ranges: int, emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
