@@ -242,6 +242,19 @@ def test_float64_truth_of_every_instance_in_pairs(
     assert all(is_in_pairs(launch) for launch in emulation.take_launches() if launch.threads)
 
 
+def test_a_cluster_of_two_has_an_sm_for_each_block(emulation: ModuleType) -> None:
+    """With residuals, for which there are no pairs: 64 clusters of two, where those of three would share SMs."""
+    chunks, weight, _ = make_call("fp8_row", 1, K=2, H=4096, D=4096)
+    emulation.run_kernels(False)
+    try:
+        emulation.take_launches()
+        ek.norm_concat_linear(chunks, weight, residuals=chunks)
+    finally:
+        emulation.run_kernels(True)
+    launch = emulation.take_launches()[-1]
+    assert (launch.grid, launch.rows) == ([64, 2], 1)
+
+
 def test_wide_pairs_for_whose_parts_a_block_has_no_room_are_not_taken(
     emulation: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +293,7 @@ def test_pairs_are_for_codes_on_a_gpu_with_memory(emulation: ModuleType, monkeyp
             (SHARED_MEMORY, 132, row, 64),
             (SHARED_MEMORY, 132, blocks, 64),
             (SHARED_MEMORY, 132, wide_row, 64),
-            (SHARED_MEMORY, 148, row, None),
+            (SHARED_MEMORY, 148, wide_row, None),
             (SHARED_MEMORY - 16, 132, row, None),
             (SHARED_MEMORY - 16, 132, wide_row, None),
             (SHARED_MEMORY, 132, wide_blocks, None),
