@@ -23,9 +23,13 @@ from eagle_kernels.bench.workloads import DENSE, Row, Workload
 from eagle_kernels import library, plan
 
 _IN_BLOCKS = tuple(f"op:blocks-{blocks}+ranges-{n}" for blocks in (2, 3) for n in range(2, 9))
-_IN_PAIRS = tuple(f"op:blocks-1+width-{width}+ranges-{n}" for width in (64, 96) for n in (4, 6, 8))  # of codes
+_IN_NARROW_PAIRS, _IN_WIDE_PAIRS = (
+    tuple(f"op:blocks-1+width-{width}+ranges-{n}" for n in (4, 6, 8)) for width in (64, 96)
+)
+_IN_PAIRS = (*_IN_NARROW_PAIRS, *_IN_WIDE_PAIRS)  # of codes
 _COLUMNS = tuple(f"op:columns-{n}" for n in (64, 128, 192, 256))
 _CODES = ("fp8_row", "fp8_block128", "nvfp4", "mxfp8")
+_SCALED_BLOCKS = _CODES[1:2]  # which have no wide pairs
 _FEW_SHAPES = ("llama3.1-8b", "gpt-oss-120b", "qwen2.5-0.5b", "gemma3-27b")
 _SHAPES = (
     *_FEW_SHAPES,
@@ -54,13 +58,14 @@ class _Question:
 _QUESTIONS = (
     _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
     _Question(_SHAPES, _CODES[:1], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
-    _Question(_FEW_SHAPES, _CODES[1:2], (1,), ("op", *_IN_PAIRS[:3], *_IN_BLOCKS)),  # 96 columns may have two scales
+    _Question(_FEW_SHAPES, _SCALED_BLOCKS, (1,), ("op", *_IN_NARROW_PAIRS, *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _CODES[2:3], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
     _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
     _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),
     _Question(_FEW_SHAPES, (DENSE,), (16,), ("op", *_IN_BLOCKS)),
-    _Question(_FEW_SHAPES, _CODES, (16,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, (_CODES[0], *_CODES[2:]), (16,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
+    _Question(_FEW_SHAPES, _SCALED_BLOCKS, (16,), ("op", *_IN_NARROW_PAIRS, *_IN_BLOCKS)),
 )
 
 

@@ -126,7 +126,7 @@ struct Tile {
   static constexpr int kEndBytes = kFused ? sizeof(Received<kColumns>) : 0;
   static constexpr int kStages = (kMaxBytes - kPointerBytes - kEndBytes) / kStageBytes;
   static constexpr int kReceivedAt = kStages * kStageBytes + kPointerBytes;
-  static constexpr int kOwnBytes = kInPairs ? (kReceivedAt + kEndBytes + 15) / 16 * 16 : kReceivedAt + kEndBytes;
+  static constexpr int kOwnBytes = (kReceivedAt + kEndBytes + 15) / 16 * 16;  // of a row of threads
   static constexpr int64_t kSharedBytes = kThreadRows * kOwnBytes;
   static_assert(kOwnBytes <= kMaxBytes && kReceivedAt % 16 == 0);
   static constexpr int kSteps = kStageColumns / kStepColumns / kStepWarps;  // of a warp in a stage

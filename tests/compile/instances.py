@@ -97,9 +97,7 @@ def instances() -> dict[str, Instance]:
         beside = 2 * source_rows * 8 + _received(columns) if fused else source_rows * 8
         stages = int((200 if rows == 128 else (99, 99, 75, 113.5, 113.5)[end]) * 1024 - beside) // stage
         in_flight = int((stages - 1) * columns * stage_columns * value_bytes)
-        shared, pair = stages * stage + beside, 2 if end >= 3 else 1
-        if pair == 2:
-            shared = -(-shared // 16) * 16
+        shared, pair = -(-(stages * stage + beside) // 16) * 16, 2 if end >= 3 else 1
         row_warps = 2 if rows == 128 else 1  # which read the same part of the weight
         per_byte = min(_per_byte(code[binary.name], min(rows, 64) // 8, value_bytes))
         sizes = (rows, columns, binary.registers, pair * shared, pair * in_flight)

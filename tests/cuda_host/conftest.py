@@ -37,7 +37,7 @@ def is_in_threes(launch: Any) -> bool:
 
 
 def is_in_pairs(launch: Any) -> bool:
-    """Whether a launched block is two of the fused kernel's: the End kFusedInPairs of that file."""
+    """Whether a launched block is two of the fused kernel's, of any width: kThreadRows of that file."""
     return launch.rows == 2
 
 

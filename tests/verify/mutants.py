@@ -877,7 +877,8 @@ MUTANTS = (
             ("fused_sums.cuh", "share += kWarps", "share += 2 * kWarps"),
             ("fused_sums.cuh", "pack >= packs", "pack > packs"),
             ("norm_concat_linear.cu", "row + below >= kColumns", "row >= kColumns"),
-            ("cut.cuh", "received > max_received(output_columns)", "false"),
+            ("cut.cuh", "!has_room(*cut, blocks.columns)", "false"),
+            ("cut.cuh", "us == least && &blocks < kind_of_best", "false"),
             (
                 "cut.cuh",
                 "us_of_fused(device, is_codes, work) * doubt_of(device, blocks)",
