@@ -187,6 +187,14 @@ def test_a_cut_for_whose_parts_a_block_has_no_room_is_not_taken(
         assert emulation.take_launches()[-1].grid == [2, ranges]
 
 
+def test_a_cluster_that_no_gpc_has_room_for_is_cut_all_the_same(emulation: ModuleType) -> None:
+    """Seven chunks take four blocks or more, for which one SM has no room: by the fit every cut takes forever."""
+    emulation.set_device(SHARED_MEMORY, descending_warps=False, multiprocessors=1)
+    emulation.take_launches()
+    check(Case("bf16", (72,) * 7, 5, D=70))
+    assert emulation.take_launches()[-1].grid == [2, 4]
+
+
 # One range of one chunk: a block that has its outputs to itself.
 ALONE = [
     Case("bf16", (64,), 1, "chunk", D=70),
