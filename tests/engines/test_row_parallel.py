@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import eagle_kernels as ek
 from eagle_kernels.engines import row_parallel
-from eagle_kernels.engines.held_codes import HeldCodes
+from eagle_kernels.engines.engine_codes import EngineCodes
 from eagle_kernels.engines.projection import EngineProjection, ProbeError, relative_difference
 from eagle_kernels.engines.row_parallel import RowParallelProjection, columns_of
 
@@ -93,12 +93,12 @@ def test_the_post_norm_follows_the_sum_and_out_is_written() -> None:
     assert relative_difference(out[:, D:], whole(x)) < 0.01 and not out[:, :D].any()
 
 
-def held_codes() -> HeldCodes:
+def engine_codes() -> EngineCodes:
     """fc as an engine keeps it in FP8."""
     quantized = ek.quantize(torch.randn(D, K * H), "fp8_row")
     weight, scales = (nn.Parameter(each, requires_grad=False) for each in (quantized.codes.t(), quantized.scales))
     sizes = {"output_size": D, "input_size": K * H, "weight_block_size": None}
-    return HeldCodes(SimpleNamespace(weight=weight, weight_scale=scales, quant_method=None, **sizes))
+    return EngineCodes(SimpleNamespace(weight=weight, weight_scale=scales, quant_method=None, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def held_codes() -> HeldCodes:
         ({}, K * H, 1, "there is one rank"),
         ({}, K * H, 6, "K*H=288 has less than 64 columns for each of 6 ranks"),
         ({"fc_unsupported": "its quant_method is Fp8"}, K * H, 2, "its quant_method is Fp8"),
-        ({"fc": held_codes()}, K * H, 2, "its weight is fp8_row"),
+        ({"fc": engine_codes()}, K * H, 2, "its weight is fp8_row"),
     ],
 )
 def test_unsupported_reason(changes: dict, width: int, size: int, reason: str | None) -> None:

@@ -27,8 +27,8 @@ from ..quantized_weight import QuantizedWeight
 from ..warmup import warm_up
 from .decision import Call, normal_rows
 from .eligibility import log_once
+from .engine_codes import EngineCodes
 from .gates import TargetError
-from .held_codes import HeldCodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class EngineProjection:
     @property
     def like(self) -> Tensor:
         """A tensor with the dtype and device of the activations."""
-        return self.fc.like() if isinstance(self.fc, HeldCodes) else parameter_of(self.fc)
+        return self.fc.like() if isinstance(self.fc, EngineCodes) else parameter_of(self.fc)
 
     @property
     def is_worthwhile(self) -> bool:

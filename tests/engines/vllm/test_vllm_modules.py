@@ -37,7 +37,7 @@ from eagle_kernels.engines import decision
 from eagle_kernels.engines.gates import Target, resolve
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.scales import scaled
-from eagle_kernels.engines.vllm import LOGGER, combine, context, embedding, mtp, normed_linear, speculator
+from eagle_kernels.engines.vllm import LOGGER, combine, context, embedding, mtp, normed_linear, registry, speculator
 from eagle_kernels.engines.vllm.registry import Config
 from eagle_kernels.environment import EngineSwitches
 from eagle_kernels.ops.sources import Sources, formula
@@ -261,7 +261,7 @@ HIDDEN_FIRST = {"MiMoMTPModel", "InklingMTPModel"}
 
 
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"mtp"}), True, ()))
 
 
 def named(row: mtp.Layer) -> str:
@@ -373,7 +373,7 @@ def test_no_sum_over_ranks_has_rows_of_several(monkeypatch: pytest.MonkeyPatch, 
     """V4 gives each rank some rows of both chunks before the projections, if its experts need them that way."""
     layer, row = v4_layer(monkeypatch)
     layer.mtp_block.use_sequence_parallel = sequence_parallel
-    monkeypatch.setattr(mtp, "_switches", EngineSwitches(frozenset({"mtp", "row_parallel"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"mtp", "row_parallel"}), True, ()))
     asked: list[str] = []
     monkeypatch.setattr(normed_linear.tensor_parallel, "split", lambda name, *_: asked.append(name))
     assert mtp.fuse(mtp.stages_of(layer, row, Config(T, False, False)))
@@ -547,7 +547,7 @@ def test_combine_hidden_states(monkeypatch: pytest.MonkeyPatch, target: Target, 
     drafter.model, drafter._max_rows = model.bfloat16(), T
     combine.cpu_packing.keep_dense(model.fc)
     model.fc.quant_method.process_weights_after_loading(model.fc)
-    monkeypatch.setattr(combine, "_switches", EngineSwitches(frozenset({"combine"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"combine"}), True, ()))
     hidden = torch.randn(T, K * H).bfloat16()
     own = super(combine.FusedCombine, drafter).combine_hidden_states(hidden)
     ours = drafter.combine_hidden_states(hidden)
@@ -582,7 +582,7 @@ def test_combine_hidden_states_of_dspark(monkeypatch: pytest.MonkeyPatch, method
     drafter.model, drafter._max_rows = model, T
     combine.cpu_packing.keep_dense(fc)
     fc.quant_method.process_weights_after_loading(fc)
-    monkeypatch.setattr(combine, "_switches", EngineSwitches(frozenset({"combine", "zero_copy"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"combine", "zero_copy"}), True, ()))
     hidden = (0.05 * torch.randn(T, K * H)).bfloat16()  # small, so that eps matters
     own = super(combine.FusedCombine, drafter).combine_hidden_states(hidden)
     exact = F.rms_norm(hidden.double() @ fc.weight.double().t(), (D,), norm.weight.double(), 1e-2)
@@ -702,7 +702,7 @@ def test_the_context_of_dflash(
     monkeypatch.setattr(qwen3_dflash.ops, "rms_norm", of_first_gain if one_gain else rms_norm)
     monkeypatch.setattr(qwen3_dflash.ops, "rotary_embedding", rotary_embedding)
     model = dflash_model(model_class, has_bias, rotated, is_neox)
-    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"context"}), True, ()))
     context.put_in_where_faster(model, T)
     store = model.precompute_and_store_context_kv
     assert isinstance(store, context.Context)
@@ -774,7 +774,7 @@ def test_the_context_of_muse_spark(monkeypatch: pytest.MonkeyPatch, zero_centere
         one.__dict__["attn"] = Written()
         model.layers.append(types.SimpleNamespace(self_attn=one))
     model._build_fused_kv_buffers()
-    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"context"}), True, ()))
     states, positions, slots = torch.randn(T, H).bfloat16(), torch.arange(T), torch.arange(T)
     model.precompute_and_store_context_kv(states, positions, slots)
     own = [(layer.key, layer.value) for layer in model._attn_layers]
@@ -821,7 +821,7 @@ def test_the_context_of_beam(monkeypatch: pytest.MonkeyPatch, slots: Tensor | li
         model.layers.append(types.SimpleNamespace(self_attn=one))
     model.hidden_norm.weight.data = torch.randn(H).bfloat16()
     model.build_context_kv_weights()
-    monkeypatch.setattr(context, "_switches", EngineSwitches(frozenset({"context"}), True, ()))
+    monkeypatch.setattr(registry, "switches", EngineSwitches(frozenset({"context"}), True, ()))
     context.put_in_where_faster(model, T)
     store, stored = model.precompute_and_store_context_kv, []
     assert isinstance(store, context.BeamContext)

@@ -67,12 +67,13 @@ def measured(threads: int) -> list[dict]:
     assert torch.get_num_threads() == threads
     with set_current_vllm_config(VllmConfig()), torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         from eagle_kernels.engines import vllm as plugin
-        from eagle_kernels.engines.vllm import combine
+        from eagle_kernels.engines.vllm import combine, registry
 
         init_distributed_environment(1, 0, f"file://{folder}/init", 0, "gloo")
         initialize_model_parallel(1, 1)
         torch.set_default_dtype(torch.bfloat16)
-        combine.register(engine_switches("vllm", plugin.PARTS | plugin.OPTIONS))
+        registry.switches = engine_switches("vllm", plugin.PARTS | plugin.OPTIONS)
+        combine.register()
         return [record | {"threads": threads} for norm in NORMS for H in WIDTHS for record in rows_of(norm, H)]
 
 

@@ -25,7 +25,7 @@ _FORWARD = ("self", "input_ids", "positions", "forward_batch", "input_embeds", "
 
 
 @dataclass
-class Stage:
+class FcStage:
     """What one drafter's hook needs; planned once per fc."""
 
     fc: Any  # what it was planned for: LoRA wraps fc after loading
@@ -78,7 +78,7 @@ def _forward(
         spec_info.hidden_states = hidden
 
 
-def _stage_of(model: Any) -> Stage | None:
+def _stage_of(model: Any) -> FcStage | None:
     """None where the drafter reads no captured layers, or where planning failed."""
     stage = model.__dict__.get("_eagle_kernels_stage", ...)
     if stage is ... or (stage is not None and stage.fc is not model.fc):
@@ -92,7 +92,7 @@ def _name(model: Any) -> str:
     return f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
 
 
-def _plan(model: Any) -> Stage | None:
+def _plan(model: Any) -> FcStage | None:
     eagle_config = getattr(model.config, "eagle_config", None) or {}
     if not eagle_config.get("use_aux_hidden_state", True):
         log_once(LOGGER, logging.INFO, f"{_name(model)} stays with SGLang: use_aux_hidden_state is False")
@@ -111,7 +111,7 @@ def _plan(model: Any) -> Stage | None:
         return projected[0] if isinstance(projected, tuple) else projected  # SGLang's layers return a bias beside it
 
     gather = getattr(model, "_fc_gatherer", None)
-    stage = Stage(model.fc, target_width, model.config.hidden_size, engine, gather, None, Decision())
+    stage = FcStage(model.fc, target_width, model.config.hidden_size, engine, gather, None, Decision())
     unsupported = _unsupported_reason(model, concat_norm, chunk_norms)
     if unsupported is not None:
         log_once(LOGGER, logging.INFO, f"{_name(model)} stays with SGLang: {unsupported}")

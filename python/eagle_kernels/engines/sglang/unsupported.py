@@ -8,10 +8,10 @@ from torch import nn
 
 from ... import plan
 from ...checks import DTYPES
-from .. import eligibility, held_codes
+from .. import eligibility, engine_codes
 from ..eligibility import is_column_shard, norm_unsupported_reason
 
-# The methods that leave the weight in a layout of `held_codes`.
+# The methods that leave the weight in a layout of `engine_codes`.
 _QUANTIZED = {"sglang.srt.layers.quantization.fp8:Fp8LinearMethod"}
 
 
@@ -26,7 +26,7 @@ def linear_unsupported_reason(
 
     if getattr(linear, "use_intel_amx_backend", False):
         return "its weight is packed for the engine's own CPU product"
-    if codes and (bias or getattr(linear, "bias", None) is None) and held_codes.read(linear, _QUANTIZED) is not None:
+    if codes and (bias or getattr(linear, "bias", None) is None) and engine_codes.read(linear, _QUANTIZED) is not None:
         # To probe a layer that gathers takes all ranks.
         return "its codes are a shard" if not column_shard and is_column_shard(linear) else None
     return eligibility.linear_unsupported_reason(
@@ -36,7 +36,7 @@ def linear_unsupported_reason(
 
 def read_by_op(linear: Any) -> Any:
     """What the op reads of a layer that `linear_unsupported_reason` accepts: its codes, or the layer itself."""
-    return held_codes.read(linear, _QUANTIZED) or linear
+    return engine_codes.read(linear, _QUANTIZED) or linear
 
 
 def activation_dtype(linear: Any) -> torch.dtype:

@@ -56,24 +56,25 @@ def _register() -> None:
         log_once(LOGGER, logging.WARNING, sentence)
     if not switches.parts:
         return
-    from . import combine, context, embedding, layer0, mtp, normed_linear, scales
+    from . import combine, context, embedding, layer0, mtp, normed_linear, registry, scales
     from .registry import leaving_to_vllm
 
+    registry.switches = switches
     if switches.parts & {"combine", "zero_copy"}:
         with leaving_to_vllm("combine_hidden_states"):
-            combine.register(switches)
+            combine.register()
     if "context" in switches.parts:
         with leaving_to_vllm("K and V of DFlash drafters"):
-            context.register(switches)
+            context.register()
     # mtp, layer0 and embedding are inside of what vLLM compiles and caches.
     if "mtp" in switches.parts:
         with leaving_to_vllm("the input stage of MTP layers"):
             _tell_compile_cache(switches.parts, normed_linear.fused)
-            mtp.register(switches)
+            mtp.register()
     if "layer0" in switches.parts:
         with leaving_to_vllm("layer 0 of EAGLE-3 drafters"):
             _tell_compile_cache(switches.parts, normed_linear.fused)
-            layer0.register(switches)
+            layer0.register()
     if "scales" in switches.parts:
         with leaving_to_vllm("the scales of quantized drafters"):
             scales.register()

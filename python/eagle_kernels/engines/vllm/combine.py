@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
-from ...environment import EngineSwitches
 from ...layers import child_of
 from ...plan import Kernel, Problem, choose, cpu_isa
 from ...quantized_weight import COMPRESSED, CompressedWeight, quantize
-from .. import decision, held_codes
+from .. import decision, engine_codes
 from ..decision import Decision
 from ..eligibility import is_column_shard, linear_unsupported_reason, log_once, norm_unsupported_reason
+from ..engine_codes import EngineCodes
 from ..gates import Target, TargetError
-from ..held_codes import HeldCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe
-from . import LOGGER, cpu_packing, speculator, tensor_parallel
-from .registry import BOTH, batch_invariant_reason, hook_models, leaving_to_vllm
+from . import LOGGER, cpu_packing, registry, speculator, tensor_parallel
+from .registry import BOTH, batch_invariant_reason, hook_models, is_on, leaving_to_vllm
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -61,7 +60,7 @@ BEAM = ("DFlash2BeamDraftModel",)
 DSPARK = ("DSparkDraftModel", "DSparkV41DraftModel", "K3DSparkModel")
 ARCHITECTURES = (*EAGLE3, *DFLASH, *LAGUNA, *BEAM, *DSPARK)
 PACKED = "its weight is packed for vLLM's own CPU product"
-# The methods that leave the weight in a layout of `held_codes`.
+# The methods that leave the weight in a layout of `engine_codes`.
 QUANTIZED = frozenset(
     f"vllm.model_executor.layers.quantization.{where}"
     for where in (
@@ -73,12 +72,8 @@ QUANTIZED = frozenset(
 # How much faster the one op on a second copy of the weight has to be at some row count to be worth its bytes.
 SECOND_COPY = 1.1
 
-_switches = EngineSwitches(frozenset(), False, ())
 
-
-def register(switches: EngineSwitches) -> None:
-    global _switches
-    _switches = switches
+def register() -> None:
     hook_models(ARCHITECTURES, hooked)
 
 
@@ -102,7 +97,7 @@ _Base: Any = object
 
 
 @dataclass(frozen=True)
-class Stage:
+class CombineStage:
     """What runs a drafter's combine_hidden_states, and at which row counts.
 
     whole: tried first, the one op on a copy of a weight that vLLM packed (dense or in 12 bits per number), or on the
@@ -111,7 +106,7 @@ class Stage:
 
     projection: EngineProjection
     decision: Decision
-    whole: "Stage | None" = None
+    whole: "CombineStage | None" = None
 
     @property
     def never(self) -> bool:
@@ -128,7 +123,7 @@ class FusedCombine(_Base):
     """Mixed in before a drafter class of vLLM."""
 
     _fc_name = "fc"
-    _stage: Stage | None = None
+    _stage: CombineStage | None = None
     _stage_of: Any = ...  # the fc that `_stage` was planned for
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
@@ -144,14 +139,14 @@ class FusedCombine(_Base):
         if hasattr(super(), "process_weights_after_loading"):
             super().process_weights_after_loading()
         self.eagle_kernels_stage()
-        if "zero_copy" in _switches.parts:
+        if is_on("zero_copy"):
             speculator.hook()
 
     @property
     def eagle_kernels_name(self) -> str:
         return f"{type(self).__name__}.combine_hidden_states"
 
-    def eagle_kernels_stage(self) -> Stage | None:
+    def eagle_kernels_stage(self) -> CombineStage | None:
         """The stage on the ops, planned once per fc, and anew when LoRA has wrapped fc after loading."""
         fc = child_of(child_of(self, "model"), self._fc_name)
         if fc is not self._stage_of:
@@ -166,7 +161,7 @@ class FusedCombine(_Base):
         return self._stage
 
     def _runs_op(self) -> bool:
-        return self._stage is not None and self._stage.projection.is_worthwhile and "combine" in _switches.parts
+        return self._stage is not None and self._stage.projection.is_worthwhile and is_on("combine")
 
     def _leave_to_vllm(self) -> None:
         """Put vLLM's method in front of `combine_hidden_states` below, which by itself costs 10 us out of cold caches
@@ -196,7 +191,7 @@ class FusedCombine(_Base):
         return super().combine_hidden_states(hidden_states)
 
 
-def plan(drafter: Any) -> Stage | None:
+def plan(drafter: Any) -> CombineStage | None:
     """What runs this drafter's projection; None is vLLM's own path. Either way one line says so."""
     projection, unsupported = _read(drafter)
     if projection is None:
@@ -207,11 +202,11 @@ def plan(drafter: Any) -> Stage | None:
     return None if stage.never else stage
 
 
-def _sentence(stage: Stage) -> str:
+def _sentence(stage: CombineStage) -> str:
     projection, decision = stage.projection, stage.decision
     if stage.whole is not None:
         one_op, figures_beside = stage.whole.projection, stage.whole.decision.figures
-        if isinstance(one_op.fc, HeldCodes):
+        if isinstance(one_op.fc, EngineCodes):
             where = f"where that is faster than vLLM's fc, {figures_beside('vLLM')}"
         else:
             weight = one_op.fc.weight
@@ -224,7 +219,7 @@ def _sentence(stage: Stage) -> str:
     sizes, figures = f"({projection.kind})", decision.figures("vLLM")
     if decision.never:
         return f"stays with vLLM: {f'{projection.op} {sizes} is not faster, ' if decision.rows else ''}{figures}"
-    if "combine" not in _switches.parts:
+    if not is_on("combine"):
         return "stays with vLLM: EAGLE_KERNELS_VLLM_COMBINE=0 (the zero-copy route runs)"
     fc = "" if projection.fc_unsupported is None else f", its fc stays with vLLM: {projection.fc_unsupported}"
     where = "" if decision.always else " where it is faster"
@@ -260,32 +255,32 @@ def _base_layer(fc: Any) -> Any:
     return getattr(fc, "base_layer", fc)
 
 
-def _decide(drafter: Any, projection: EngineProjection) -> Stage:
+def _decide(drafter: Any, projection: EngineProjection) -> CombineStage:
     fc = _base_layer(projection.fc)
     like = torch.empty(0, dtype=fc.params_dtype, device=next(fc.parameters()).device)
     engine = super(FusedCombine, drafter).combine_hidden_states
-    if "row_parallel" in _switches.parts:
+    if is_on("row_parallel"):
         split = tensor_parallel.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
-            return Stage(*split)
+            return CombineStage(*split)
     held = read_codes(projection.fc)
     codes = None if held is None else replace(projection, fc=held, fc_unsupported=None)
-    if _switches.force:
+    if registry.switches.force:
         if codes is not None:
             projection = codes
         elif cpu_packing.is_kept_dense(fc) and not _fused_kernel_reads(fc):
             cpu_packing.pack(fc)
             projection = replace(projection, fc_unsupported=projection.fc_unsupported or PACKED)
         probe(projection, fc.input_size, like, drafter._max_rows, engine)
-        return Stage(projection, decision.FORCED)
+        return CombineStage(projection, decision.FORCED)
     if not projection.is_worthwhile and codes is None:
-        return Stage(projection, Decision(reason="it has no norm to fuse"))
-    if "combine" not in _switches.parts and like.device.type == "cpu":
-        return Stage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
+        return CombineStage(projection, Decision(reason="it has no norm to fuse"))
+    if not is_on("combine") and like.device.type == "cpu":
+        return CombineStage(projection, Decision(reason="EAGLE_KERNELS_VLLM_COMBINE=0"))
     return _timed(drafter, projection, like, codes)
 
 
-def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> Stage:
+def _timed(drafter: Any, projection: EngineProjection, like: Tensor, codes: EngineProjection | None) -> CombineStage:
     """The fastest of the layouts of fc's weight: dense, for the one op, or vLLM's packed one after norm_concat or after
     vLLM's own norms. For a quantized weight, the one op on its codes beside vLLM's fc."""
     fc, rows = _base_layer(projection.fc), decision.rows_up_to(drafter._max_rows)
@@ -334,7 +329,7 @@ def _fastest(
     theirs: tuple[float, ...],
     ours: list[tuple[float, ...]],
     in_copies: bool,
-) -> Stage:
+) -> CombineStage:
     """The fastest by the geometric mean over the row counts, at none of which it is slower than vLLM.
 
     theirs, ours: seconds of a call of vLLM and of each candidate at these row counts.
@@ -342,12 +337,12 @@ def _fastest(
         take the place of vLLM's; a copy beside it has to be clearly faster at some row count.
     """
     in_front = Decision(rows, theirs, ours[0])
-    stage, seconds = Stage(candidates[0], in_front), in_front.seconds
+    stage, seconds = CombineStage(candidates[0], in_front), in_front.seconds
     if len(candidates) == 1:
         return stage
     everywhere = Decision(rows, theirs, ours[1], everywhere=True)
     if everywhere.slowest >= 1 and math.prod(everywhere.seconds) < math.prod(seconds):
-        stage, seconds = Stage(candidates[1], everywhere), everywhere.seconds
+        stage, seconds = CombineStage(candidates[1], everywhere), everywhere.seconds
         if not in_copies:
             return stage
     for candidate, of_candidate in zip(candidates[1:], ours[1:], strict=True):
@@ -355,7 +350,8 @@ def _fastest(
         gain = max(now / then for now, then in zip(seconds, over_other.seconds, strict=True))
         is_faster = math.prod(over_other.seconds) < math.prod(seconds)
         if gain >= SECOND_COPY and is_faster if in_copies else not over_other.never:
-            stage, seconds = Stage(candidates[0], in_front, Stage(candidate, over_other)), over_other.seconds
+            stage = CombineStage(candidates[0], in_front, CombineStage(candidate, over_other))
+            seconds = over_other.seconds
     return stage
 
 
@@ -365,13 +361,13 @@ def _may_compress(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
 
 
-def read_codes(linear: Any, *, column_shard: bool = False) -> HeldCodes | None:
-    """`held_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all for AMX, reorder
-    the codes within a tensor of the same shape.
+def read_codes(linear: Any, *, column_shard: bool = False) -> EngineCodes | None:
+    """`engine_codes.read` of a layer of vLLM, but for FP8 blocks on a CPU: vLLM's kernels for these, all for AMX,
+    reorder the codes within a tensor of the same shape.
 
     column_shard: as in `eligibility.linear_unsupported_reason`. To probe a layer that gathers takes all ranks.
     """
-    codes = held_codes.read(linear, QUANTIZED)
+    codes = engine_codes.read(linear, QUANTIZED)
     if codes is not None and not column_shard and is_column_shard(linear):
         return None
     if codes is not None and codes.weight.format.startswith("fp8_block") and linear.weight.device.type == "cpu":
@@ -475,12 +471,12 @@ def _keep_dense_on_cpu(drafter: Any) -> None:
     from vllm.distributed import get_tp_group
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or "combine" not in _switches.parts:
+    if not current_platform.is_cpu() or not is_on("combine"):
         return
     projection, _ = _read(drafter)
     if projection is None or projection.fc_unsupported is not None:
         return
-    if not projection.is_worthwhile and not ("row_parallel" in _switches.parts and get_tp_group().world_size > 1):
+    if not projection.is_worthwhile and not (is_on("row_parallel") and get_tp_group().world_size > 1):
         return
     # Packing changes a bias in place, so the two layouts could not exist side by side.
     if getattr(projection.fc, "bias", None) is None:

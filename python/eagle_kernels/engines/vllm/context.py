@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import DTYPES
-from ...environment import EngineSwitches
 from ...ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
 from ..decision import Call, Decision, normal_rows
 from ..eligibility import log_once, norm_unsupported_reason
@@ -71,13 +70,8 @@ MUSE_TARGETS = (
 QWEN_TARGETS = (PROJECT, BUFFERS, NORMALIZE, STORE)
 TARGETS = (*QWEN_TARGETS, *BEAM_TARGETS, *MUSE_TARGETS)
 
-_switches = EngineSwitches(frozenset(), False, ())
 
-
-def register(switches: EngineSwitches) -> None:
-    global _switches
-    # Each rank has the rows of its own heads, which no sum over ranks may mix.
-    _switches = replace(switches, parts=switches.parts - {"row_parallel"})
+def register() -> None:
     hook_models(ARCHITECTURES, hooked)
 
 
@@ -209,7 +203,7 @@ def _is_muse(model: Any) -> bool:
     return hasattr(model, "_project_muse_context_kv")
 
 
-class _Stage:
+class _ContextStage:
     """Replaces a method of a drafter's model at the row counts of its decision.
 
     target: the method.  runs: the ops, for log lines.
@@ -256,7 +250,7 @@ class _Stage:
         raise NotImplementedError
 
 
-class KeysAndValues(_Stage):
+class KeysAndValues(_ContextStage):
     """Replaces `_project_context_kv`."""
 
     target, runs = PROJECT, "norm_concat_linear"
@@ -283,7 +277,7 @@ class KeysAndValues(_Stage):
         return self.keys_and_values(x)
 
 
-class MuseKeysAndValues(_Stage):
+class MuseKeysAndValues(_ContextStage):
     """Replaces `_project_muse_context_kv`."""
 
     target, runs = MUSE_PROJECT, "norm_concat_linear"
@@ -302,7 +296,7 @@ class MuseKeysAndValues(_Stage):
         return [self.own, self.keys_and_values]
 
 
-class BeamContext(_Stage):
+class BeamContext(_ContextStage):
     """Replaces `precompute_and_store_context_kv` of Beam, whose norm, rotation and write stay one kernel."""
 
     target, runs = BEAM_STORE, "norm_concat_linear"
@@ -342,7 +336,7 @@ class BeamContext(_Stage):
         return [lambda x: self.own(x, None, None), self.keys_and_values]
 
 
-class Context(_Stage):
+class Context(_ContextStage):
     """Replaces `precompute_and_store_context_kv`."""
 
     target, runs = STORE, "norm_concat_linear and store_context_kv"
@@ -434,7 +428,7 @@ class _Recorder:
 
 @dataclass(frozen=True, eq=False)
 class _Candidate(normed_linear.Candidate):
-    stage: _Stage
+    stage: _ContextStage
 
     def engine(self, x: Tensor) -> Tensor:
         return self.product(x)
@@ -455,7 +449,9 @@ def put_in_where_faster(model: Any, max_rows: int) -> None:
         log_once(LOGGER, logging.INFO, f"{name} stays with vLLM: {unsupported}")
         return
     stage = _stage(model)
-    candidate = _Candidate(stage.name, stage.projection, stage.product, max_rows, False, _switches, stage)
+    candidate = _Candidate(
+        stage.name, stage.projection, stage.product, max_rows, compiled=False, replicated=False, stage=stage
+    )
     _, stage.decision = normed_linear.decide(candidate)
     figures = stage.decision.figures("vLLM")
     if stage.decision.never:
@@ -472,7 +468,7 @@ def targets_of(model: Any) -> tuple[Target, ...]:
     return BEAM_TARGETS if _is_beam(model) else MUSE_TARGETS if _is_muse(model) else QWEN_TARGETS
 
 
-def _stage(model: Any) -> _Stage:
+def _stage(model: Any) -> _ContextStage:
     """The stage to decide on: the whole method where that runs, else the projection alone."""
     if _is_beam(model):
         return BeamContext(model)

@@ -7,12 +7,11 @@ the residual is the normed hidden state, which hidden_norm then computes for tha
 
 import logging
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...environment import EngineSwitches
 from ..eligibility import log_once
 from ..gates import Target
 from . import LOGGER
@@ -78,13 +77,8 @@ LAYERS = (
     ),
 )
 
-_switches = EngineSwitches(frozenset(), False, ())
 
-
-def register(switches: EngineSwitches) -> None:
-    global _switches
-    # Each rank has the rows of its own heads, which no sum over ranks may mix.
-    _switches = replace(switches, parts=switches.parts - {"row_parallel"})
+def register() -> None:
     hook_models(ARCHITECTURES, hooked)
 
 
@@ -139,6 +133,6 @@ def _read(drafter: Any, config: Config) -> Layer0 | None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     norms = (layer.input_layernorm, layer.hidden_norm)
-    stage = Stage(name, norms, linear, {RMSNorm: 0.0}, config, _switches, column_shard=True)
+    stage = Stage(name, norms, linear, {RMSNorm: 0.0}, config, column_shard=True)
     stage.keep_dense_on_cpu()
     return Layer0(layer, stage)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ...environment import EngineSwitches
 from ..eligibility import log_once
 from ..gates import Target, TargetError, resolve
 from . import LOGGER, fused_norms
@@ -258,12 +257,8 @@ LAYERS = (
 )
 ARCHITECTURES = tuple(name for layer in LAYERS for name in layer.architectures)
 
-_switches = EngineSwitches(frozenset(), False, ())
 
-
-def register(switches: EngineSwitches) -> None:
-    global _switches
-    _switches = switches
+def register() -> None:
     hook_models(ARCHITECTURES, hooked)
 
 
@@ -317,7 +312,7 @@ def stages_of(layer: Any, row: Layer, config: Config) -> list[Stage]:
             return []
         modules = [getattr(owner, norm) for norm in norms]
         offsets = _offsets(row, modules[0])
-        stages.append(Stage(name, modules, linear, offsets, config, _switches, fused_norms=made))
+        stages.append(Stage(name, modules, linear, offsets, config, fused_norms=made))
     return stages
 
 

@@ -18,16 +18,15 @@ import torch
 from torch import Tensor
 
 from ...checks import DTYPES
-from ...environment import EngineSwitches
 from ...warmup import warm_up
 from .. import decision
 from ..decision import Call, Decision
 from ..eligibility import linear_unsupported_reason, log_once, norm_unsupported_reason
-from ..held_codes import HeldCodes
+from ..engine_codes import EngineCodes
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe, rows_to_probe
-from . import LOGGER, cpu_packing, tensor_parallel
+from . import LOGGER, cpu_packing, registry, tensor_parallel
 from .combine import read_codes
-from .registry import Config, batch_invariant_reason, leaving_to_vllm
+from .registry import Config, batch_invariant_reason, is_on, leaving_to_vllm
 
 fused: set[str] = set()  # the layers that run on the op; part of the key of vLLM's compile caches
 
@@ -124,7 +123,7 @@ def put_in(name: str, projection: EngineProjection, *, passes_through: bool = Tr
 
     passes_through: whether vLLM's forward calls the norms.
     """
-    linear = projection.fc.linear if isinstance(projection.fc, HeldCodes) else projection.fc
+    linear = projection.fc.linear if isinstance(projection.fc, EngineCodes) else projection.fc
     for norm in projection.chunk_norms if passes_through else ():
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
     linear.__class__ = type(type(linear).__name__, (NormedLinear, type(linear)), {})
@@ -137,6 +136,7 @@ class Candidate:
     """A stage that may run on the op.
 
     projection: of its norms and a linear layer.  product: vLLM's own call of the linear layer.
+    replicated: whether each rank has all of the weight and of x, so that ranks may share the work.
     """
 
     name: str
@@ -144,7 +144,7 @@ class Candidate:
     product: Call
     max_rows: int
     compiled: bool
-    switches: EngineSwitches
+    replicated: bool
 
     def engine(self, x: Tensor) -> Tensor:
         """vLLM's own stage on [N, K*H]."""
@@ -197,12 +197,12 @@ def decide(candidate: Candidate) -> tuple[EngineProjection, Decision]:
     name, projection, max_rows = candidate.name, candidate.projection, candidate.max_rows
     columns, width = parameter_of(projection.fc).shape
     weight, codes, engine = projection.like, projection.codes, candidate.engine
-    if "row_parallel" in candidate.switches.parts:
+    if candidate.replicated and is_on("row_parallel"):
         split = tensor_parallel.split(name, projection, weight, max_rows, engine)
         if split is not None:
             return split
     check = functools.partial(probe, projection, width, weight, max_rows, engine)
-    if candidate.switches.force:
+    if registry.switches.force:
         check()
         return projection, decision.FORCED
     check_backend(projection.op, weight.device)
@@ -227,7 +227,6 @@ class Stage:
     linear: Any
     offsets: Mapping[type, float]
     config: Config
-    switches: EngineSwitches
     column_shard: bool = False
     fused_norms: FusedNorms | None = None
 
@@ -261,7 +260,7 @@ class Stage:
         offset, codes = self.offsets[type(self.norms[0])], read_codes(linear, column_shard=self.column_shard)
         projection = EngineProjection(codes or linear, len(self.norms), chunk_norms=self.norms, norm_offset=offset)
         dense = None
-        if cpu_packing.is_kept_dense(linear) and not self.switches.force:
+        if cpu_packing.is_kept_dense(linear) and not registry.switches.force:
             kept = cpu_packing.pack(linear)
             # Where vLLM has no layout of its own, it multiplies the dense weight, and both can read it.
             dense = kept if linear.weight.numel() == 0 else None
@@ -271,10 +270,10 @@ class Stage:
             y = linear(x)
             return y[0] if isinstance(y, tuple) else y
 
-        config, fused_norms, switches = self.config, self.fused_norms, self.switches
-        if fused_norms is not None and fused_norms.shards_rows:
-            switches = replace(switches, parts=switches.parts - {"row_parallel"})
-        record = (self.name, timed, product, config.max_rows, config.compiled, switches)
+        config, fused_norms = self.config, self.fused_norms
+        # A sum over ranks must not mix the rows of a rank's own heads, nor rows of x that another rank does not have.
+        replicated = not self.column_shard and (fused_norms is None or not fused_norms.shards_rows)
+        record = (self.name, timed, product, config.max_rows, config.compiled, replicated)
         kernel = None if fused_norms is None else fused_norms.own
         planned = plan(Candidate(*record) if kernel is None else _OfFusedNorms(*record, kernel))
         if planned is None:

@@ -8,12 +8,20 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ...environment import EngineSwitches
 from ..eligibility import log_once
 from ..gates import Target
 from ..projection import leaving_to
 from . import LOGGER
 
+# What the environment asked of the plugin, for all of its hooks; set before they are put in.
+switches = EngineSwitches(frozenset(), False, ())
+
 leaving_to_vllm = functools.partial(leaving_to, "vLLM", LOGGER)
+
+
+def is_on(part: str) -> bool:
+    return part in switches.parts
 
 
 def batch_invariant_reason() -> str | None:

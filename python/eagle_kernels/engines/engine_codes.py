@@ -28,7 +28,7 @@ _SCALES = ("weight_scale_inv", "weight_scale")
 
 
 @dataclass(eq=False)
-class HeldCodes:
+class EngineCodes:
     """Stands in for a linear layer of the engine: the same tensors, `weight` as a QuantizedWeight."""
 
     linear: Any
@@ -75,7 +75,7 @@ class HeldCodes:
         return torch.empty(0, dtype=self.linear.params_dtype, device=self.linear.weight.device)
 
 
-def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
+def read(linear: Any, methods: Collection[str]) -> EngineCodes | None:
     """The codes of a layer of the engine; None where it has none, none in a layout of the module's table, or where LoRA
     wraps it.
 
@@ -85,7 +85,7 @@ def read(linear: Any, methods: Collection[str]) -> HeldCodes | None:
     method = type(getattr(linear, "quant_method", None))
     if hasattr(linear, "base_layer") or f"{method.__module__}:{method.__qualname__}" not in methods:  # LoRA's
         return None
-    codes = HeldCodes(linear)
+    codes = EngineCodes(linear)
     return codes if codes.is_current else None
 
 

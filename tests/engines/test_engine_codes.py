@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import eagle_kernels as ek
-from eagle_kernels.engines import held_codes
-from eagle_kernels.engines.held_codes import HeldCodes
+from eagle_kernels.engines import engine_codes
+from eagle_kernels.engines.engine_codes import EngineCodes
 from eagle_kernels.engines.projection import EngineProjection
 from eagle_kernels.engines.sglang import unsupported
 from eagle_kernels.engines.vllm import combine
@@ -52,8 +52,8 @@ def parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def read(linear: nn.Module) -> HeldCodes | None:
-    return held_codes.read(linear, METHODS)
+def read(linear: nn.Module) -> EngineCodes | None:
+    return engine_codes.read(linear, METHODS)
 
 
 @pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row", "fp8_block128", "fp8_block32"])
@@ -125,7 +125,7 @@ def test_a_parameter_of_vllms_own_class_is_asked_nothing_again(format: str) -> N
 def test_a_compiled_model_reads_them_in_one_graph(format: str) -> None:
     """Dynamo breaks a graph where addresses are compared, and vLLM compiles layer 0 and MTP layers in one graph."""
     linear, x = EngineLinear(format), torch.randn(5, W).bfloat16()
-    projection, scales = EngineProjection(read(linear), 1), held_codes._scales_of(linear)
+    projection, scales = EngineProjection(read(linear), 1), engine_codes._scales_of(linear)
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: projection([x]), fullgraph=True, backend="aot_eager")
     for _ in range(2):
