@@ -108,6 +108,11 @@ void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
                      [&](int64_t begin, int64_t end) { kernels.post_norm(record, begin, end); });
 }
 
+void run_few_rows_on_cpu(NormConcatLinear record, const View& weight, const Output& out) {
+  record.kernel = ProductKernel::kFewRows;
+  run_on_cpu(record, weight, out);
+}
+
 // With codes in bytes, `scales` in bytes are not scales: they are what a row of bf16 in 12 bits has besides its codes.
 WeightType weight_type_of(TorchDType codes, TorchDType scales) {
   if (codes == kTorchByte) return scales == kTorchByte ? WeightType::kBFloat16In12 : WeightType::kFloat4E2M1;
@@ -185,9 +190,9 @@ Scales scales_of(const Sources& sources, WeightType type, const View& scales, co
 }
 
 // For any other number `run_codes_on_cuda` would write nothing, and a CPU would take the first kernel.
-CodesKernel codes_kernel_of(int64_t number) {
-  check(number >= 0 && number <= static_cast<int64_t>(CodesKernel::kWgmma), kQuantizedOp, "kernel", "number");
-  return static_cast<CodesKernel>(number);
+ProductKernel kernel_of(int64_t number) {
+  check(number >= 0 && number <= static_cast<int64_t>(ProductKernel::kWgmma), kQuantizedOp, "kernel", "number");
+  return static_cast<ProductKernel>(number);
 }
 
 template <auto run>
@@ -204,8 +209,7 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, scales.dtype, out, record);
   record.scales = scales_of(sources, record.weight_type, scales, global_scale, block_rows, block_columns, out);
-  record.codes_kernel = codes_kernel_of(kernel);
-  if (record.weight_type == WeightType::kBFloat16In12) record.codes_kernel = CodesKernel::kAnyRows;
+  record.kernel = kernel_of(kernel);
   record.early_weight = early_weight;
   run(record, codes, out);
 }
@@ -241,8 +245,8 @@ void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const 
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   define_alike(m,
-               {"norm_concat_linear_out", "norm_concat_linear_checks_out", "norm_concat_linear_two_step_out",
-                "norm_concat_linear_wgmma_out"},
+               {"norm_concat_linear_out", "norm_concat_linear_few_rows_out", "norm_concat_linear_checks_out",
+                "norm_concat_linear_two_step_out", "norm_concat_linear_wgmma_out"},
                kSourcesSchema + ", Tensor weight, Tensor? bias, Tensor? post_norm_weight, float post_norm_eps, "
                                 "Tensor(a!) out");
   define_alike(m, {"norm_concat_linear_quantized_out", "norm_concat_linear_quantized_checks_out"},
@@ -264,6 +268,7 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
   implement<&norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
+  implement<&norm_concat_linear_out<run_few_rows_on_cpu>>(m, "norm_concat_linear_few_rows_out", kCpuDevice);
   implement<&norm_concat_linear_quantized_out<run_on_cpu>>(m, "norm_concat_linear_quantized_out", kCpuDevice);
   implement<&norm_concat_linear_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
 }
@@ -335,12 +340,12 @@ void run_split_kernels(const char* op, const NormConcatLinear& record, const Out
 
 void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output& out) {
   check(norm_concat_linear_reads_codes(record), kQuantizedOp, "block", "CUDA");
-  switch (record.codes_kernel) {
-    case CodesKernel::kAnyRows:
+  switch (record.kernel) {
+    case ProductKernel::kAnyRows:
       return run_split_kernels(kQuantizedOp, record, out);
-    case CodesKernel::kFewRows:
+    case ProductKernel::kFewRows:
       return run_one_launch<norm_concat_linear_fused_cuda>(kQuantizedOp, record, out);
-    case CodesKernel::kWgmma:
+    case ProductKernel::kWgmma:
       return run_one_launch<norm_concat_linear_wgmma_cuda>(kQuantizedOp, record, out);
   }
 }

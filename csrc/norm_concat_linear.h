@@ -11,6 +11,10 @@ namespace eagle_kernels {
 // even column's in the low four bits. kBFloat16In12 is exactly bf16 (cpu/widen_bf16_12bit.h), on CPU, for rows of bf16.
 enum class WeightType : int32_t { kChunks, kFloat8E4M3, kInt8, kFloat4E2M1, kBFloat16In12 };
 
+constexpr bool has_scales(WeightType type) {
+  return type != WeightType::kChunks && type != WeightType::kBFloat16In12;
+}
+
 enum class ScaleType : int32_t { kFloat32, kFloat8E8M0, kFloat8E4M3 };
 
 // weight[d][c] = codes[d][c] * scales[d / block_rows][c / block_columns] * global. A block is as wide as the weight, or
@@ -25,9 +29,9 @@ struct Scales {
   const float* global;  // or null: 1
 };
 
-// Which kernel multiplies codes. On CUDA, in order: the split kernels, the fused one, the one of warpgroups. On CPU:
+// Which kernel multiplies. On CUDA, of codes, in order: the split kernels, the fused one, the one of warpgroups. On CPU:
 // the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H.
-enum class CodesKernel : int64_t { kAnyRows, kFewRows, kWgmma };
+enum class ProductKernel : int64_t { kAnyRows, kFewRows, kWgmma };
 
 struct NormConcatLinear {
   Concat source;
@@ -36,8 +40,8 @@ struct NormConcatLinear {
   const void* weight;   // [D, source.width]
   int64_t weight_row_stride;
   WeightType weight_type;
-  Scales scales;          // of codes
-  CodesKernel codes_kernel;
+  Scales scales;  // of codes
+  ProductKernel kernel;
   Vector bias;            // [D] or absent
   Vector post_norm_gain;  // [D] or absent: no post norm; scaled by norm_offset + gain like the chunks
   float post_norm_eps;    // a row of zeros at eps 0 stays zero here too

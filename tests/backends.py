@@ -22,8 +22,10 @@ def environment_of(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_up_to(rows: int) -> Iterator[None]:
-    """The package as it behaves where plans take the fused CPU kernel for up to `rows` rows; -1: for none."""
+    """The package as it behaves where plans take the fused CPU kernel for up to `rows` rows, and the one for few rows
+    never; -1: neither."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "DENSE_DOTS_ROWS", {})
         for limits in plan.FUSED_ROWS.values():
             for isa in limits:
                 patch.setitem(limits, isa, rows)

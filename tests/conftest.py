@@ -74,17 +74,22 @@ def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=[*(f"fused-{isa}" for isa in CPU_ISAS), *(["two-step"] if CPU_ISAS else []), "reference"])
+_FUSED = [f"fused-{isa}" for isa in CPU_ISAS] + [f"dots-{isa}" for isa in CPU_ISAS if isa in plan.DENSE_DOTS_ROWS]
+
+
+@pytest.fixture(params=[*_FUSED, *(["two-step"] if CPU_ISAS else []), "reference"])
 def projection(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each way norm_concat_linear can run, for every T: the fused kernel of each instruction set, norm_concat followed
+    """Each way norm_concat_linear can run, for every T: the fused kernels of each instruction set, norm_concat followed
     by torch's product, and the reference backend."""
     method, _, isa = request.param.partition("-")
+    limited = contextlib.nullcontext()
     if method == "fused":
+        limited, variables = fused_up_to(1 << 40), {"EAGLE_KERNELS_CPU_ISA": isa}
+    elif method == "dots":
         variables = {"EAGLE_KERNELS_CPU_ISA": isa, "EAGLE_KERNELS_BATCH_INVARIANT": "1"}
     elif request.param == "two-step":
-        variables = {"EAGLE_KERNELS_BACKEND": "cpu"}
+        limited, variables = fused_up_to(-1), {"EAGLE_KERNELS_BACKEND": "cpu"}
     else:
         variables = {"EAGLE_KERNELS_BACKEND": "reference"}
-    limited = fused_up_to(-1) if request.param == "two-step" else contextlib.nullcontext()
     with limited, environment_of(**variables):
         yield request.param

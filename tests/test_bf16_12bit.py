@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,9 +116,13 @@ def arguments_of(call: Operands, out: Tensor) -> dict:
     return {"chunks": call.chunks, **call.sources, **epilogue, "out": out}
 
 
-def project(call: Operands, weight: QuantizedWeight, out: Tensor) -> Tensor:
+# The argument `kernel` of the primitive for codes, and the primitive for the weight itself.
+KERNELS = {0: "norm_concat_linear_out", 1: "norm_concat_linear_few_rows_out"}
+
+
+def project(call: Operands, weight: QuantizedWeight, out: Tensor, kernel: int = 0) -> Tensor:
     tensors = dict(zip(("codes", "scales", "global_scale"), weight.tensors, strict=True))
-    arguments = {**arguments_of(call, out), **tensors, "block": weight.block, "kernel": 0}
+    arguments = {**arguments_of(call, out), **tensors, "block": weight.block, "kernel": kernel}
     run_primitive(torch.ops.eagle_kernels_C, "norm_concat_linear_quantized", arguments)
     return out
 
@@ -127,18 +132,20 @@ def poisoned(call: Operands, D: int) -> Tensor:
 
 
 def check(case: Case, weight: Tensor) -> None:
-    """The bits of the product with the weight itself by the same instruction set's kernel, and float64 truth."""
+    """The bits of the product with the weight itself by the same kernels, and float64 truth."""
     call, D = operands(case), weight.shape[0]
     compressed = compress(weight)
-    dense = poisoned(call, D)
-    run_primitive(torch.ops.eagle_kernels_C, "norm_concat_linear", {**arguments_of(call, dense), "weight": weight})
-    guarded = GuardedRows(call.N, D, torch.bfloat16)
-    with UnchangedTensors([*call.tensors(), compressed.codes, compressed.scales]):
-        project(call, compressed, guarded.view)
-    guarded.check_around()
-    assert same_bits(guarded.view, dense)
-    truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.double()})
-    expect(truth)[1].check(guarded.view)
+    for kernel, primitive in KERNELS.items():
+        dense = poisoned(call, D)
+        ops = SimpleNamespace(norm_concat_linear_out=getattr(torch.ops.eagle_kernels_C, primitive))
+        run_primitive(ops, "norm_concat_linear", {**arguments_of(call, dense), "weight": weight})
+        guarded = GuardedRows(call.N, D, torch.bfloat16)
+        with UnchangedTensors([*call.tensors(), compressed.codes, compressed.scales]):
+            project(call, compressed, guarded.view, kernel)
+        guarded.check_around()
+        assert same_bits(guarded.view, dense), primitive
+        truth = dataclasses.replace(call, projection=call.projection | {"weight": weight.double()})
+        expect(truth)[1].check(guarded.view)
 
 
 @needs_compiled
@@ -197,16 +204,17 @@ class TestTheKernel:
         """A file may hold anything: columns out of range and out of order, and rows that are full of them."""
         D, W = 33, 300
         weight, call = compress(weight_of("normal", D, W)), operands(Case("bf16", (W,), T, D=D))
-        expected = project(call, weight, poisoned(call, D))
+        expected = {kernel: project(call, weight, poisoned(call, D), kernel) for kernel in KERNELS}
         tables = weight.scales[:, :32]
         for fill in (torch.randint(0, 256, (D, 4 * 50)), torch.full((D, 4 * 50), 0xFF), torch.zeros(D, 4 * 50)):
             scales = between_forbidden_pages(torch.cat((tables, fill.to(torch.uint8)), 1))
             broken = QuantizedWeight.of_tensors(weight.codes, scales, None, weight.format, weight.block)
             guarded = GuardedRows(call.N, D, torch.bfloat16)
-            project(call, broken, guarded.view)
-            guarded.check_around()
-            if (fill == 0xFF).all():  # these entries name no column
-                assert same_bits(guarded.view, expected)
+            for kernel in KERNELS:
+                project(call, broken, guarded.view, kernel)
+                guarded.check_around()
+                if (fill == 0xFF).all():  # these entries name no column
+                    assert same_bits(guarded.view, expected[kernel])
 
     def test_what_does_not_fit_is_refused(self) -> None:
         D, W = 33, 300
@@ -242,7 +250,8 @@ def test_the_public_op(dtype: torch.dtype) -> None:
     assert ((out.double() - exact).abs() <= bound * 1e-5 + exact.abs() * torch.finfo(dtype).eps).all()
     chosen = ek.explain("norm_concat_linear", chunks, compressed, norm="none")
     on_cpu = dtype == torch.bfloat16 and chosen.backend == "cpu"
-    assert chosen.kernel is (plan.Kernel.FUSED if on_cpu else plan.Kernel.TORCH)
+    fused = plan.Kernel.DOTS if plan.cpu_isa() in plan.DENSE_DOTS_ROWS else plan.Kernel.FUSED
+    assert chosen.kernel is (fused if on_cpu else plan.Kernel.TORCH)
     assert "12 bits" in chosen.reason or chosen.backend == "reference"
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import eagle_kernels as ek
 from accuracy import eager_chain, expect
-from backends import CPU_ISAS, environment_of, needs_compiled
+from backends import environment_of, fused_up_to, needs_compiled
 from cases import CASES, FEATURES, Case, operands
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources, formula
-from eagle_kernels.plan import FUSED_ROWS, Kernel, Problem, cpu_isa, cpu_projection
+from eagle_kernels.plan import DENSE_DOTS_ROWS, FUSED_ROWS, Kernel, Problem, cpu_isa, cpu_projection
 from guards import GuardedRows, UnchangedTensors, between_forbidden_pages, same_bits
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -41,7 +41,7 @@ def test_float64_truth(case: Case, projection: str) -> None:
     except AssertionError:
         # VDPBF16PS flushes subnormal partial sums. oneDNN flushes too, but on AMD Zen 4 it sums along other lanes and
         # loses less of these products around 1e-37: its error is 2.52e-3, ours 2.74e-3. No model has such rows.
-        if projection != "fused-avx512_bf16" or case.data != "tiny":
+        if not projection.endswith("avx512_bf16") or case.data != "tiny":
             raise
         pytest.xfail("VDPBF16PS flushes subnormal partial sums, more of ours than of oneDNN's on this CPU")
     assert own.dim() == (1 if one_row else 2) and own.dtype == case.dtype and own.is_contiguous()
@@ -175,10 +175,11 @@ def test_a_zero_row_is_zero_whatever_the_gain(projection: str) -> None:
     check_zero_row_of_one_chunk()
 
 
-@pytest.mark.parametrize("projection", [f"fused-{isa}" for isa in CPU_ISAS], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
 def test_bits_do_not_depend_on_T_or_threads(dtype: torch.dtype, projection: str) -> None:
-    """Under EAGLE_KERNELS_BATCH_INVARIANT=1, which `projection` sets for the fused kernels, at every T up to 200."""
+    """Of the fused kernels, at every T up to 200; EAGLE_KERNELS_BATCH_INVARIANT=1 takes one of them for all."""
+    if projection.partition("-")[0] not in ("fused", "dots"):
+        pytest.skip("the library's product depends on T")
     chunks, weight, gain = make_call(200, dtype, H=33, D=45)
     every_row = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
     for T in range(1, 201):
@@ -212,6 +213,35 @@ def test_threads_may_share_a_group_of_rows(T: int, format: str, norm: str) -> No
     finally:
         torch.set_num_threads(before)
     assert all(same_bits(result, results[0]) for result in results)
+
+
+@needs_compiled
+@pytest.mark.parametrize("format", ["", "fp8_row", "int8_row", "mxfp4"])
+def test_rows_of_several_passes_over_the_weight(format: str) -> None:
+    """csrc/cpu/project_strips.h, kPassBytes: 555 rows of 3 x 2816 are 9.4 MB. A row has the bits that it has alone,
+    and its place in the result."""
+    chunks, weight, gain = make_call(555, torch.bfloat16, H=2816, D=33)
+    operand = ek.quantize(weight, format) if format else weight
+    arguments = {"norm_weight": gain, "bias": torch.randn(33)}
+    with fused_up_to(1 << 40):
+        whole = ek.norm_concat_linear(chunks, operand, **arguments)
+        with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1" if format else "0"):
+            for begin, end in ((0, 40), (250, 310), (500, 555)):
+                rows = [chunk[begin:end] for chunk in chunks]
+                assert same_bits(whole[begin:end], ek.norm_concat_linear(rows, operand, **arguments))
+
+
+@needs_compiled
+def test_few_rows_are_multiplied_by_a_kernel_of_their_own() -> None:
+    """The sums are zero but for their roundings, whose order is each kernel's own."""
+    if cpu_isa() not in DENSE_DOTS_ROWS:
+        pytest.skip("this processor has one kernel for all rows")
+    chunk, half = torch.randn(8, 1500).bfloat16(), torch.randn(77, 1500).bfloat16()
+    chunks, weight = [chunk, chunk], torch.cat([half, -half], 1)
+    few = ek.norm_concat_linear(chunks, weight)
+    with fused_up_to(1 << 40):
+        many = ek.norm_concat_linear(chunks, weight)
+    assert few.abs().max() < 1e-3 and many.abs().max() < 1e-3 and not same_bits(few, many)
 
 
 @needs_compiled
@@ -258,14 +288,15 @@ def test_a_row_of_zeros_stays_zero_without_eps(projection: str) -> None:
     ],
 )
 def test_bits_do_not_depend_on_T_within_each_default_plan(dtype: torch.dtype) -> None:
-    """docs/design.md, Exactness, without EAGLE_KERNELS_BATCH_INVARIANT: true of the fused plan, not of two steps."""
+    """docs/design.md, Exactness, without EAGLE_KERNELS_BATCH_INVARIANT: true of fused plans, not of two steps."""
     chunks, weight, gain = make_call(599, dtype, H=1536, D=1024)
     by_kernel: dict[Kernel, list[torch.Tensor]] = {}
     for T in (1, 2, 8, 17, 24, 130, 200, 300, 599):
         rows = [chunk[:T] for chunk in chunks]
         kernel = ek.explain("norm_concat_linear", rows, weight).kernel
         by_kernel.setdefault(kernel, []).append(ek.norm_concat_linear(rows, weight, norm_weight=gain))
-    assert len(by_kernel) == (1 if FUSED_ROWS[dtype][cpu_isa()] is None else 2)
+    has_dots = dtype == torch.bfloat16 and cpu_isa() in DENSE_DOTS_ROWS
+    assert len(by_kernel) == (1 if FUSED_ROWS[dtype][cpu_isa()] is None else 2) + has_dots
     for kernel, results in by_kernel.items():
         for result in results:
             assert same_bits(result, results[-1][: len(result)]), (kernel, len(result))
@@ -371,7 +402,8 @@ def test_the_mtp_stage_is_one_call(projection: str) -> None:
 
 def test_explain_names_the_kernel_that_runs(projection: str) -> None:
     chunks, weight, _ = make_call(3, torch.bfloat16)
-    expected = {"fused": f"cpu/{projection.replace('-', ' ')}", "two": "cpu/norm_concat + linear"}
+    fused = f"cpu/{projection.replace('-', ' ')}"
+    expected = {"fused": fused, "dots": fused.replace("dots", "fused dots"), "two": "cpu/norm_concat + linear"}
     plan = ek.explain("norm_concat_linear", chunks, weight)
     name = expected.get(projection.partition("-")[0], "reference/plain torch")
     assert str(plan).startswith(f"norm_concat_linear: {name}, because ")
@@ -383,11 +415,13 @@ def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtyp
         for T in (1, 2, 16, 17, 64, 65, 128, 129, 512, 513, 5000):
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
-            assert cpu_projection(problem, isa).kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
+            has_dots = dtype == torch.bfloat16 and DENSE_DOTS_ROWS.get(isa, 0) >= T
+            one_pass = Kernel.DOTS if has_dots else Kernel.FUSED
+            assert cpu_projection(problem, isa).kernel is (one_pass if fused else Kernel.TWO_STEP), (isa, T)
             # A post norm reads unrounded sums, which torch computes only from fp32 operands: slower than FUSED.
             fused |= dtype.itemsize == 2 and isa != "scalar"
             before_a_norm = cpu_projection(problem._replace(has_post_norm=True), isa)
-            assert before_a_norm.kernel is (Kernel.FUSED if fused else Kernel.TWO_STEP), (isa, T)
+            assert before_a_norm.kernel is (one_pass if fused else Kernel.TWO_STEP), (isa, T)
 
 
 @needs_compiled

@@ -39,16 +39,16 @@ def test_a_bad_call_is_refused_before_anything_is_written(call: BadCall) -> None
     failure_of(torch.ops.eagle_kernels_C, call)
 
 
-class TwoSteps:
-    """An op namespace whose `norm_concat_linear_out` is the primitive of two steps of `primitives`."""
+class Projections:
+    """An op namespace whose `norm_concat_linear_out` is another primitive of `primitives` with its arguments."""
 
     norm_concat_linear_out = default = property(lambda self: self)
 
-    def __init__(self, primitives: object) -> None:
-        self.two_steps = primitives.norm_concat_linear_two_step_out
+    def __init__(self, primitives: object, kind: str) -> None:
+        self.primitive = getattr(primitives, f"norm_concat_linear_{kind}_out")
 
     def redispatch(self, keys: torch._C.DispatchKeySet, *arguments: object) -> None:
-        self.two_steps.default.redispatch(keys, *arguments)
+        self.primitive.default.redispatch(keys, *arguments)
 
 
 class CudaKernels:
@@ -80,7 +80,12 @@ EPILOGUES = [BadCall("norm_concat_linear", name, lambda good: {}, {name: lambda:
 
 @pytest.mark.parametrize("call", [*PROJECTIONS, *EPILOGUES], ids=lambda call: call.id)
 def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall) -> None:
-    failure_of(TwoSteps(torch.ops.eagle_kernels_C), call)
+    failure_of(Projections(torch.ops.eagle_kernels_C, "two_step"), call)
+
+
+@pytest.mark.parametrize("call", PROJECTIONS, ids=lambda call: call.id)
+def test_the_kernel_for_few_rows_refuses_what_the_fused_kernel_does(call: BadCall) -> None:
+    failure_of(Projections(torch.ops.eagle_kernels_C, "few_rows"), call)
 
 
 class ChecksAlone:
@@ -112,7 +117,7 @@ def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object)
         around = torch.full((count, columns + 4), 7.0).to(dtype)
         out = around[:, 2 : 2 + columns]
         arguments = {"chunks": chunks, "norm_weight": None, "weight": weight, "out": out}
-        run(TwoSteps(ops), "norm_concat_linear", **arguments)
+        run(Projections(ops, "two_step"), "norm_concat_linear", **arguments)
         normed = torch.empty(count, K * H).to(dtype)
         run(ops, "norm_concat", chunks=chunks, norm_weight=None, out=normed)
         truth = normed.double() @ weight.double().T
@@ -125,7 +130,9 @@ def test_the_two_steps_take_strides_and_no_rows(dtype: torch.dtype, ops: object)
 
 def test_every_check_has_a_call_that_it_refuses() -> None:
     ops = torch.ops.eagle_kernels_C
-    messages = [failure_of(ops, call) for call in ON_CPU] + [failure_of(TwoSteps(ops), call) for call in EPILOGUES]
+    messages = [failure_of(ops, call) for call in ON_CPU] + [
+        failure_of(Projections(ops, "two_step"), call) for call in EPILOGUES
+    ]
     assert unreached(messages, cuda=False) == []
 
 

@@ -5,8 +5,9 @@
 // copied; the rows are normed and rounded once into a packed operand that stays in the cache.
 //
 // Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
-// for bf16 on the tile unit, project_quantized.h for other codes with AVX-512, project_floats.h for codes and many rows
-// of bf16 without it, project_dot.h for everything else. Each sums a column of the output in an order that depends only
+// for bf16 on the tile unit, project_strips.h for other codes with AVX-512 and many rows of bf16 where the processor
+// multiplies it, project_floats.h for codes and many rows of bf16 without AVX-512, project_dot.h for everything else.
+// Each sums a column of the output in an order that depends only
 // on K*H and the weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are
 // zero), so the bits of a row do not depend on N, on the other rows or on the split over threads.
 #include "../norm_concat_linear.h"
@@ -15,7 +16,7 @@
 #include "project_codes.h"
 #include "project_dot.h"
 #include "project_floats.h"
-#include "project_quantized.h"
+#include "project_strips.h"
 #if defined(__AMX_BF16__)
 #include "project_amx_codes.h"
 #endif
@@ -52,12 +53,20 @@ struct Dots {
   }
 };
 
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool kIsMultiplied = std::is_same_v<T, BFloat16>;
+#else
+template <class T>
+constexpr bool kIsMultiplied = false;
+#endif
+
 #if defined(__AVX512F__)
-// A weight of codes. bf16 in 12 bits is none: its rows are widened to bf16 (RowsIn12Bits).
+// A weight of codes, or of what is multiplied as it is.
 template <class T>
 struct Strips {
   static bool takes(const NormConcatLinear& op) {
-    return op.weight_type != WeightType::kChunks && op.weight_type != WeightType::kBFloat16In12;
+    return has_scales(op.weight_type) || (kIsMultiplied<T> && op.kernel != ProductKernel::kFewRows);
   }
   static int64_t workspace(const NormConcatLinear& op) { return strips_workspace<T>(op) + totals_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return strips_groups(op); }
@@ -65,7 +74,13 @@ struct Strips {
     strips_pack<T>(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-    with_code(op.weight_type, [&](auto code) { quantized_project<T, decltype(code)>(op, panel_begin, panel_end); });
+    if constexpr (kIsMultiplied<T>) {
+      if (op.weight_type == WeightType::kChunks) return strips_project<T, T>(op, panel_begin, panel_end);
+      if (op.weight_type == WeightType::kBFloat16In12) {
+        return strips_project<T, BFloat16In12>(op, panel_begin, panel_end);
+      }
+    }
+    with_code(op.weight_type, [&](auto code) { strips_project<T, decltype(code)>(op, panel_begin, panel_end); });
   }
 };
 #endif
@@ -73,7 +88,8 @@ struct Strips {
 #if defined(__AVX512BF16__)
 struct FewRowsOfCodes {
   static bool takes(const NormConcatLinear& op) {
-    return op.codes_kernel == CodesKernel::kFewRows && op.source.dtype == DType::kBFloat16;
+    const bool is_few = op.kernel == ProductKernel::kFewRows && op.source.dtype == DType::kBFloat16;
+    return is_few && has_scales(op.weight_type);
   }
   static int64_t workspace(const NormConcatLinear& op) { return codes_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return op.num_rows; }
@@ -91,7 +107,7 @@ struct Tiles {
   static bool takes(const NormConcatLinear& op) {
     if (op.source.dtype != DType::kBFloat16) return false;
     if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
-    return op.codes_kernel != CodesKernel::kFewRows && amx_reads_codes(op);
+    return op.kernel != ProductKernel::kFewRows && amx_reads_codes(op);
   }
   static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }

@@ -5,14 +5,14 @@
 // tiles of the panel by two of the rows are four products for four loads.
 //
 // A sum over the columns that share a scale, at most 128 of them, is multiplied by it and added to the fp32 total, as
-// in project_quantized.h. With one scale a row the totals are the sums, and are scaled when they are finished. With
+// in project_strips.h. With one scale a row the totals are the sums, and are scaled when they are finished. With
 // fewer than 128 columns a sum costs more than its products (mxfp4, T = 64: 7.2 ms), so there the numbers are scaled
 // (3.6 ms). bf16 represents the products of e2m1 and e4m3, and those of any number and a power of two: scales of e8m0
 // become ratios to the largest of their row, which scales its sums.
 #pragma once
 
 #include "project_amx.h"
-#include "project_quantized.h"
+#include "project_strips.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
@@ -101,16 +101,6 @@ template <class Code, bool kInOrder, bool kRare>
   const __m512i odd = _mm512_permutexvar_epi16(_mm512_srli_epi16(pairs, 4), table);
   lines[0] = _mm512_unpacklo_epi16(even, odd);
   lines[1] = _mm512_unpackhi_epi16(even, odd);
-}
-
-// The bytes of columns that begin and end with a byte, for BFloat16In12 with a group.
-template <class Code>
-constexpr int64_t bytes_of(int64_t columns) {
-  if constexpr (std::is_same_v<Code, BFloat16In12>) {
-    return columns / kGroupColumns * kGroupBytes;
-  } else {
-    return columns / kCodesPerByte<Code>;
-  }
 }
 
 // Where a stretch begins.

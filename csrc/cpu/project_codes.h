@@ -8,7 +8,7 @@
 // of scales serves the whole line, and with 4-bit codes, 8 columns a lane, two lines.
 #pragma once
 
-#include "project_quantized.h"
+#include "project_strips.h"
 
 #if defined(__AVX512BF16__)
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -443,7 +443,7 @@ inline void codes_project(const NormConcatLinear& op, int64_t panel_begin, int64
     }
     const int64_t begin = panel_begin * kPanelColumns;
     const bool is_finished = op.post_norm_gain.data != nullptr && op.bias.data == nullptr;
-    if (!is_finished) finish_columns<BFloat16>(op, begin, columns_end, fp32_rows(op) + begin, op.num_columns);
+    if (!is_finished) finish_columns<BFloat16>(op, {0, op.num_rows}, begin, columns_end, fp32_rows(op) + begin, op.num_columns);
   });
 }
 

@@ -245,13 +245,18 @@ void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, in
   }
 }
 
-// Adds the bias to the sums of columns [begin, end); rounds them into out, or where a post norm comes next stores them
-// as the fp32 result.
+struct Rows {
+  int64_t first, count;
+};
+
+// Adds the bias to the sums of columns [begin, end) of these rows; rounds them into out, or where a post norm comes next
+// stores them as the fp32 result.
 template <class T>
-void finish_columns(const NormConcatLinear& op, int64_t begin, int64_t end, const float* sums, int64_t sums_stride) {
+void finish_columns(const NormConcatLinear& op, Rows rows, int64_t begin, int64_t end, const float* sums,
+                    int64_t sums_stride) {
   const bool has_bias = op.bias.data != nullptr;
   const bool has_post_norm = op.post_norm_gain.data != nullptr;
-  for (int64_t i = 0; i < op.num_rows; ++i, sums += sums_stride) {
+  for (int64_t i = rows.first; i < rows.first + rows.count; ++i, sums += sums_stride) {
     T* out = static_cast<T*>(op.out) + i * op.out_row_stride + begin;
     for_each_vector(end - begin, [&](int64_t d, auto span) {
       Float value = load(sums + d, span);
@@ -365,7 +370,7 @@ void dot_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_
       dot_columns<T>(op, weight, d, d + sharing < end ? d + sharing : end, totals + (d - begin), end - begin);
     }
     weight.finish(begin, end, totals, end - begin);
-    finish_columns<T>(op, begin, end, totals, end - begin);
+    finish_columns<T>(op, {0, op.num_rows}, begin, end, totals, end - begin);
   }
 }
 

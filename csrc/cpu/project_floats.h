@@ -28,7 +28,6 @@ constexpr float kLargeUnit = 512.0f;
 // Rows of a weight whose numbers are codes or bf16.
 template <class Number>
 struct RowsOfNumbers {
-  static constexpr int64_t kBits = 8 * bytes_of<Number>(kRunNumbers) / kRunNumbers;  // of a number
   static constexpr int64_t kColumns = kDotTile<float>.columns, kRuns = kDotBlockK<float> / kRunNumbers;
 
   const NormConcatLinear& op;
@@ -171,7 +170,7 @@ struct RowsAsFloats : RowsOfNumbers<Number> {
   static constexpr int64_t tile_width(int64_t count) {
     return kIsCode<Number> ? round_up(count, kRunNumbers) : count;
   }
-  WeightRows<float, RowsOfNumbers<Number>::kBits> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
+  WeightRows<float, kBits<Number>> rows(int64_t d, int64_t columns, int64_t k, int64_t count) {
     this->read_scales(d, columns, k, count);
     for (int64_t i = 0; i < columns; ++i) {
       const uint8_t* numbers = this->place(d + i, k);
@@ -225,7 +224,7 @@ struct CodeTile {
   int64_t row_bytes;
   const float (*scales)[RowsOfNumbers<Code>::kRuns];
   int64_t scale_shift;
-  RowsAhead<RowsOfNumbers<Code>::kBits> ahead{};
+  RowsAhead<kBits<Code>> ahead{};
 
   template <class Span>
   Run load(int64_t column, int64_t k, Span span) const {

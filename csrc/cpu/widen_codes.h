@@ -6,6 +6,7 @@
 
 #include "../norm_concat_linear.h"
 #include "simd.h"
+#include "widen_bf16_12bit.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
@@ -61,6 +62,22 @@ constexpr int64_t kCodesPerByte = 1;
 template <>
 constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
 
+template <class Number>
+constexpr bool kIsCode = !std::is_same_v<Number, BFloat16>;
+
+// Bits of a number of the weight, and the bytes of `count` of them that begin and end with a byte, with BFloat16In12
+// with a group.
+template <class Number>
+constexpr int64_t kBits = 8 / kCodesPerByte<Number>;
+template <>
+constexpr int64_t kBits<BFloat16> = 16;
+template <>
+constexpr int64_t kBits<BFloat16In12> = 12;
+template <class Number>
+constexpr int64_t bytes_of(int64_t count) {
+  return count * kBits<Number> / 8;
+}
+
 // f(code{}) for the codes that `type` names.
 template <class F>
 inline void with_code(WeightType type, F f) {
@@ -88,7 +105,8 @@ inline Float value_of(UInt code, Float8E4M3) {
 #if defined(__AVX512F__)
 // Each lane of `codes` has four codes of one row of the weight (e2m1: eight), 16 rows in all. They become words of two
 // numbers in bf16, the even column in the low half: words[0] has columns 0 and 1 of each row, words[stride] columns 2
-// and 3, ...
+// and 3, ... Two numbers in bf16 are a word already.
+inline void widen(__m512i numbers, BFloat16, UInt* words, int64_t) { *words = (UInt)numbers; }
 
 // a | (b & c)
 inline __m512i or_masked(__m512i a, __m512i b, __m512i c) { return _mm512_ternarylogic_epi32(a, b, c, 0xf8); }
@@ -199,15 +217,6 @@ inline void widen(__m512i codes, Int8, UInt* words, int64_t stride) {
 }
 #endif
 #else
-template <class Number>
-constexpr bool kIsCode = !std::is_same_v<Number, BFloat16>;
-
-// The bytes of the numbers before this index, which is even where a byte has two.
-template <class Number>
-constexpr int64_t bytes_of(int64_t index) {
-  return kIsCode<Number> ? index / kCodesPerByte<Number> : 2 * index;
-}
-
 // A run is what is widened at once. Its values are in units of kRunUnit.
 constexpr int64_t kRunNumbers = 16, kRunVectors = kRunNumbers / kLanes;
 template <class Number>

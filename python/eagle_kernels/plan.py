@@ -36,7 +36,7 @@ class Kernel(Enum):
 
     SINGLE = "one kernel"
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
-    DOTS = "fused dots"  # the same for few rows and a weight of codes, which are read in their stored order
+    DOTS = "fused dots"  # the same for few rows of bf16 on a CPU: rows of the weight are read from end to end
     WGMMA = "fused wgmma"  # the same with sm_90a's wgmma instructions, for more rows
     SPLIT = "split"  # the same in two launches, partial sums and a finalize kernel
     TWO_STEP = "norm_concat + linear"
@@ -374,8 +374,10 @@ def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> boo
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
     if problem.code_bits == 12:
-        reason = "numbers of 12 bits become bf16 once for all rows"
-    elif problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
+        reason = "numbers of 12 bits become bf16 as they are multiplied, by the kernel of the weight in bf16"
+        kernel = Kernel.DOTS if runs_dense_in_dots(problem, isa) else Kernel.FUSED
+        return Plan(problem.op, "cpu", kernel, reason, isa=isa)
+    if problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
         reason = "the codes are widened as they are multiplied"
     elif SETTINGS.batch_invariant:
         reason = "EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T"
@@ -431,18 +433,37 @@ def cpu_isa() -> str:
 
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
-# gains 0 to 3 % at T=96 and loses 0 to 2 % at 128 (H=D=2880: gains 13 and 6 %); in fp32 it gains 37 % at T=128, 6 % at
-# 256, and with avx2 it takes 38.7 ms at T=32 where two steps take 47.3, 75.4 and 70.5 at 64. Where the CPU has no
-# 16-bit instructions, torch's 16-bit product takes 3 times as long (bf16, avx512, T=256: 352 ms against 136).
+# gains 7 % at T=96 and 128, 2 % at 192, and loses 3 % at 256 (H=D=2880: gains 38, 24, 13 and 9 %; H=D=896: gains 6 %,
+# loses 2, 2 and 4 %); in fp32 it gains 37 % at T=128, 6 % at 256, and with avx2 it takes 38.7 ms at T=32 where two
+# steps take 47.3, 75.4 and 70.5 at 64. Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
+# as long (bf16, avx512, T=256: 352 ms against 136).
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
-    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 96, "avx512": None, "avx2": None, "scalar": 1},
+    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 192, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
     torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 32, "scalar": 1},
 }
 
 
+# The largest N at which DOTS multiply a dense weight in bf16, by instruction set. FUSED transposes strips of 32 rows of
+# the weight, for which it reads 256 bytes of a row at a time. Medians in ms of DOTS / FUSED, called in turn, two cores
+# of an AMD EPYC:
+#
+#     rows          1            4            8            12           16           64
+#     6x5376x5376   11.8 / 16.9  13.5 / 18.0  14.8 / 14.2  17.6 / 15.1  20.6 / 17.8  62.8 / 55.5
+#     3x4096x4096   3.3 / 4.0    3.6 / 4.1    4.4 / 4.3    5.4 / 4.6    6.4 / 5.2    18.6 / 15.8
+#     3x2880x2880   1.8 / 2.2    2.0 / 2.3    2.4 / 2.5    2.9 / 2.6    3.4 / 2.8    9.4 / 8.1
+DENSE_DOTS_ROWS = {"avx512_bf16": 8}
+
+
+def runs_dense_in_dots(problem: Problem, isa: str) -> bool:
+    """Whether DOTS multiply a weight in bf16: few rows or, where one kernel has to serve all T, any number."""
+    most = DENSE_DOTS_ROWS.get(isa, 0) if problem.dtype == torch.bfloat16 else 0
+    return most > 0 and (problem.rows <= most or SETTINGS.batch_invariant)
+
+
 def cpu_projection(problem: Problem, isa: str) -> Plan:
-    fused = functools.partial(Plan, problem.op, "cpu", Kernel.FUSED, isa=isa)
+    kernel = Kernel.DOTS if runs_dense_in_dots(problem, isa) else Kernel.FUSED
+    fused = functools.partial(Plan, problem.op, "cpu", kernel, isa=isa)
     if SETTINGS.batch_invariant:
         return fused("EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
     limit = FUSED_ROWS[problem.dtype][isa]

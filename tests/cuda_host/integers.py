@@ -75,7 +75,7 @@ class Call:
             quantized = self.quantized()
             codes, scales = move(quantized.codes), move(quantized.scales)
             epilogue = (None, None, 0.0)
-            kernel = 2 if self.kernel is Kernel.WGMMA else 0  # csrc/norm_concat_linear.h, CodesKernel
+            kernel = 2 if self.kernel is Kernel.WGMMA else 0  # csrc/norm_concat_linear.h, ProductKernel
             ops.norm_concat_linear_quantized_out(
                 *sources, codes, scales, None, *quantized.block, *epilogue, kernel, True, out
             )

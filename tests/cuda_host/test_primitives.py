@@ -27,7 +27,7 @@ FUSED = ("cuda-fp32", "cuda-alignment")
 
 @pytest.mark.parametrize("call", [call for call in PROJECTIONS if call.name not in FUSED], ids=lambda call: call.id)
 def test_the_two_steps_refuse_what_the_fused_kernel_does(call: BadCall, ops: object) -> None:
-    failure_of(on_cpu.TwoSteps(ops), call)
+    failure_of(on_cpu.Projections(ops, "two_step"), call)
 
 
 @pytest.mark.parametrize("kernel", ["split", "wgmma"])

@@ -250,6 +250,8 @@ def _run_compiled(
         primitives.norm_concat_linear_wgmma_out(*arguments, *projection, out)
     elif plan.backend == "cuda":
         primitives.norm_concat_linear_fused_out(*arguments, *projection, plans.SETTINGS.early_weight, out)
+    elif plan.kernel is Kernel.DOTS:
+        primitives.norm_concat_linear_few_rows_out(*arguments, *projection, out)
     else:
         primitives.norm_concat_linear_out(*arguments, *projection, out)
     return out

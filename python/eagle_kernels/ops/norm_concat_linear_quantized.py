@@ -26,7 +26,7 @@ from .projection import OP, Projection, check_epilogue, eps_name, expected_weigh
 from .sources import Sources, formula
 
 PRIMITIVE = "norm_concat_linear_quantized"
-# The primitive's argument `kernel` for kernels other than its default: csrc/norm_concat_linear.h, CodesKernel.
+# The primitive's argument `kernel` for kernels other than its default: csrc/norm_concat_linear.h, ProductKernel.
 _FEW_ROWS, _WGMMA = 1, 2
 _KERNELS = {("cpu", Kernel.DOTS): _FEW_ROWS, ("cuda", Kernel.FUSED): _FEW_ROWS, ("cuda", Kernel.WGMMA): _WGMMA}
 

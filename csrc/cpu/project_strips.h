@@ -1,7 +1,9 @@
-// The projection of a quantized weight with AVX-512, for every element type: out^T = weight . rows^T.
+// The projection with AVX-512 of a weight of codes, for every element type, and of a weight in bf16, or in bf16 in 12
+// bits, where the processor multiplies bf16: out^T = weight . rows^T.
 //
 // The lanes of a sum are columns of the output. A panel of the weight is transposed 128 columns at a time, a strip, and
-// widened to bf16 in L1 or in registers: [pair of columns][kPanelColumns] words, the even column in the low half. All
+// codes are widened to bf16 in L1 or in registers: [pair of columns][kPanelColumns] words, the even column in the low
+// half. What is called codes below is bf16 where the weight is. All
 // rows multiply it. Each strip and each block of scales begins a new sum, unless sums go on (StripSums). A sum times
 // its scale is added to the fp32 total: so the range and the NaN of a scale are those of fp32, and one multiplication
 // serves all columns of its block.
@@ -30,7 +32,9 @@ constexpr int kStripRows = 24 / kStripVectors;
 
 // A strip is read in whole lanes of codes; past the width both operands are zero.
 template <class Code>
-constexpr int64_t kCodesPerLane = 4 * kCodesPerByte<Code>;
+constexpr int64_t kCodesPerLane = 32 / kBits<Code>;
+
+struct GroupedRows;
 
 // Up to kPanelColumns rows of the weight, from column k on.
 struct CodeRows {
@@ -38,6 +42,43 @@ struct CodeRows {
   int64_t row_stride;
   int64_t rows;
   int64_t width;  // columns from k on, kStripWidth at most
+  GroupedRows* grouped = nullptr;  // of BFloat16In12
+  int64_t k = 0;                   // of these
+};
+
+// The rows of a panel in 12 bits, of which a strip has one group each. Strips are widened one after the other, each
+// before it is transposed.
+struct GroupedRows {
+  RowExponents exponents[kPanelColumns];
+  const Exception* next[kPanelColumns];  // the first that is not before the strip
+  BFloat16 numbers[kPanelColumns][kStripWidth];
+  static_assert(kStripWidth == kGroupColumns);
+
+  GroupedRows(const NormConcatLinear& op, int64_t begin, int64_t rows) {
+    for (int64_t row = 0; row < rows; ++row) {
+      exponents[row] = exponents_of(op, begin + row);
+      next[row] = exponents[row].begin;
+    }
+  }
+
+  GroupedRows* address() { return this; }
+
+  // Widens four rows of the strip, from row `first` on.
+  void widen(const CodeRows& codes, int64_t first) {
+    for (int64_t row = first; row < first + 4 && row < codes.rows; ++row) {
+      widen_group(codes.data + row * codes.row_stride, ExponentTables(exponents[row]), numbers[row]);
+      for (; next[row] != exponents[row].end && next[row]->column() < codes.k + kStripWidth; ++next[row]) {
+        const int64_t column = next[row]->column() - codes.k;
+        if (column >= 0) numbers[row][column] = next[row]->number();  // a damaged file's may be out of order
+      }
+    }
+  }
+};
+
+// Of other weights.
+struct UngroupedRows {
+  UngroupedRows(const NormConcatLinear&, int64_t, int64_t) {}
+  GroupedRows* address() { return nullptr; }
 };
 
 // A strip that is widened when it is multiplied: lanes[i * kStripVectors] has 32 bits, lane i, of each of 16 rows of
@@ -45,7 +86,7 @@ struct CodeRows {
 template <class Code>
 struct CodeStrip {
   static constexpr int64_t kStep = kCodesPerLane<Code>;
-  static constexpr int64_t kRowBytes = kStripWidth / kCodesPerByte<Code>;
+  static constexpr int64_t kRowBytes = bytes_of<Code>(kStripWidth);
   static constexpr int64_t kParts = 8 * kStripVectors * kRowBytes / kCacheLine;
   static_assert(kParts == kStripWidth / kStep);
   __m512i lanes[kParts * kStripVectors];
@@ -59,7 +100,7 @@ struct CodeStrip {
       return transpose_quarters(quarters + group, place, kStripVectors);
     }
     const int64_t first = vector * kLanes + 4 * group, rows = codes.rows - first;
-    const int64_t bytes = (codes.width + kCodesPerByte<Code> - 1) / kCodesPerByte<Code> - begin;
+    const int64_t bytes = bytes_of<Code>(codes.width) - begin;
     const uint8_t* data = codes.data + first * codes.row_stride + begin;
     __m512i lines[4] = {};
     if (rows >= 4 && bytes >= kCacheLine) {
@@ -80,6 +121,19 @@ struct CodeStrip {
     unrolled<kStripVectors>([&](auto vector) {
       widen(lanes[k / kStep * kStripVectors + vector], Code{}, words + vector, kStripVectors);
     });
+  }
+};
+
+template <>
+struct CodeStrip<BFloat16In12> : CodeStrip<BFloat16> {
+  void load_part(const CodeRows& codes, int64_t part) {
+    // The first parts that read a row.
+    if (part < 8 * kStripVectors && part % 8 < 4) codes.grouped->widen(codes, part / 8 * kLanes + part % 4 * 4);
+    const auto* numbers = reinterpret_cast<const uint8_t*>(codes.grouped->numbers);
+    CodeStrip<BFloat16>::load_part({numbers, sizeof codes.grouped->numbers[0], codes.rows, codes.width}, part);
+  }
+  void load(const CodeRows& codes) {
+    for (int64_t part = 0; part < kParts; ++part) load_part(codes, part);
   }
 };
 
@@ -194,6 +248,7 @@ struct PanelScales {
   PanelScales(const NormConcatLinear& op, int64_t begin, bool may_scale_numbers)
       : type(op.scales.type),
         of_numbers(may_scale_numbers && type == ScaleType::kFloat8E4M3 && op.scales.block_columns < kStripWidth) {
+    if (!has_scales(op.weight_type)) return;
     const int64_t size = type == ScaleType::kFloat32 ? sizeof(float) : 1;
     for (int64_t i = 0; i < kPanelColumns; ++i) {
       const int64_t column = begin + i < op.num_columns ? begin + i : op.num_columns - 1;
@@ -280,7 +335,7 @@ struct CodesAhead {
 
   void step() {
     if (rows == 0) return;
-    for (int64_t byte = 0; byte < kStripWidth / kCodesPerByte<Code>; byte += kCacheLine) {
+    for (int64_t byte = 0; byte < bytes_of<Code>(kStripWidth); byte += kCacheLine) {
       __builtin_prefetch(data + byte, 0, 2);
     }
     data += row_stride;
@@ -306,8 +361,13 @@ struct NextStrip {
     take_part();
   }
   [[gnu::always_inline]] void take_part() {
-    unrolled<kPanelColumns / CodeStrip<Code>::kParts>([&](auto) { ahead.step(); });
-    if (part < CodeStrip<Code>::kParts) strip.load_part(codes, part++);
+    constexpr int64_t kParts = CodeStrip<Code>::kParts;
+    if constexpr (kParts > kPanelColumns) {
+      if (part % (kParts / kPanelColumns) == 0) ahead.step();
+    } else {
+      unrolled<kPanelColumns / kParts>([&](auto) { ahead.step(); });
+    }
+    if (part < kParts) strip.load_part(codes, part++);
   }
   void finish() {
     while (part < CodeStrip<Code>::kParts) take_part();
@@ -386,6 +446,26 @@ struct RowTiles {
   int64_t rows_from(int64_t first) const { return num_rows - first < rows ? num_rows - first : rows; }
 };
 
+// The tiles of one pass over the weight. Packed rows of more than kPassBytes would come from memory for each panel
+// (K=6, H=D=5376, T = 512, in bf16: 510 ms in one pass, 480 in passes of 8 MB and 550 of 2 MB).
+struct Pass {
+  int64_t tiles;
+  Rows rows;
+};
+constexpr int64_t kPassBytes = 8 << 20;
+
+// Calls f(pass) for each of them, as nearly equal as they can be.
+template <class F>
+void for_each_pass(const RowTiles& tiles, int64_t row_bytes, F f) {
+  const int64_t most = kPassBytes / (tiles.rows * row_bytes) < 2 ? 2 : kPassBytes / (tiles.rows * row_bytes);
+  const int64_t passes = (tiles.count + most - 1) / most, of_pass = (tiles.count + passes - 1) / passes;
+  for (int64_t tile = 0; tile < tiles.count; tile += of_pass) {
+    const int64_t count = tiles.count - tile < of_pass ? tiles.count - tile : of_pass, row = tile * tiles.rows;
+    const int64_t left = tiles.num_rows - row;
+    f(Pass{count, {row, count * tiles.rows < left ? count * tiles.rows : left}});
+  }
+}
+
 template <class T>
 int64_t strips_workspace(const NormConcatLinear& op) {
   using Packed = typename DotStep<T>::Packed;
@@ -463,15 +543,16 @@ struct PanelCodes {
   int64_t row_stride;
   int64_t rows;
   int64_t width;
+  GroupedRows* grouped;
 
   // The strip from column k on; empty past the width.
   CodeRows strip(int64_t k) const {
     const int64_t left = width - k < kStripWidth ? width - k : kStripWidth;
-    return {data + k / kCodesPerByte<Code>, row_stride, left > 0 ? rows : 0, left > 0 ? left : 0};
+    return {data + bytes_of<Code>(k), row_stride, left > 0 ? rows : 0, left > 0 ? left : 0, grouped, k};
   }
   // Rows [row, row + count) of the codes kAheadBytes further on: at the end of a row, in the next panel.
   CodesAhead<Code> ahead(int64_t k, int64_t row, int64_t count) const {
-    const int64_t row_bytes = width / kCodesPerByte<Code>, later = k / kCodesPerByte<Code> + kAheadBytes;
+    const int64_t row_bytes = bytes_of<Code>(width), later = bytes_of<Code>(k) + kAheadBytes;
     const int64_t place = later < row_bytes ? later : kPanelColumns * row_stride + later - row_bytes;
     return {data + row * row_stride + place, row_stride, count};
   }
@@ -492,6 +573,11 @@ void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k,
   const int64_t columns = left < kStripWidth ? left : kStripWidth;
   sums.sum_width = block_columns < kWidth ? block_columns : kWidth;
   sums.width = columns;  // no more: past the last block are no scales, and zero times what is there may be NaN
+  if (!has_scales(op.weight_type)) {
+    sums.sum_width = kWidth;
+    for (Float& scale : sums.scales[0]) scale = Float{} + 1.0f;
+    return;
+  }
   // A block that began in an earlier strip has its scales here already.
   if (k % block_columns != 0) return;
   sums.go_on = false;
@@ -504,24 +590,35 @@ void load_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k,
   }
 }
 
-// Calls f(panel's first column, its codes, its zeroed totals) for each panel, then turns the totals into the result.
+// Calls f(panel's first column, its codes, its totals, pass) for each panel in each pass, the totals of the pass's rows
+// zeroed, then turns these into the result.
 template <class T, class Code, class F>
-void for_each_panel(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end, F f) {
-  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const int64_t begin = panel * kPanelColumns;
-    const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
-    const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * op.weight_row_stride;
-    Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
-    __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
-    f(begin, PanelCodes<Code>{codes, op.weight_row_stride, columns, op.source.width}, totals);
-    finish_columns<T>(op, begin, begin + columns, reinterpret_cast<const float*>(totals), kPanelColumns);
-  }
+void for_each_panel(const NormConcatLinear& op, const RowTiles& tiles, int64_t panel_begin, int64_t panel_end, F f) {
+  const int64_t row_stride = kIsCode<Code> ? op.weight_row_stride : bytes_of<Code>(op.weight_row_stride);
+  const int64_t packed_row_bytes = op.source.width * sizeof(typename DotStep<T>::Packed);
+  for_each_pass(tiles, packed_row_bytes, [&](const Pass& pass) {
+    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+      const int64_t begin = panel * kPanelColumns;
+      const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
+      const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
+      Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
+      Float* of_pass = totals + pass.rows.first * kStripVectors;
+      __builtin_memset(of_pass, 0, pass.rows.count * kStripVectors * sizeof(Float));
+      constexpr bool kIsGrouped = std::is_same_v<Code, BFloat16In12>;
+      std::conditional_t<kIsGrouped, GroupedRows, UngroupedRows> grouped(op, begin, columns);
+      f(begin, PanelCodes<Code>{codes, row_stride, columns, op.source.width, grouped.address()}, totals, pass);
+      const auto* sums = reinterpret_cast<const float*>(of_pass);
+      finish_columns<T>(op, pass.rows, begin, begin + columns, sums, kPanelColumns);
+    }
+  });
 }
 
-// Calls f(tile, first row, rows) for each tile of rows.
+// Calls f(tile of the pass, first row, rows) for each tile of rows.
 template <class F>
-void for_each_row_tile(const RowTiles& tiles, F f) {
-  for (int64_t tile = 0, i = 0; tile < tiles.count; ++tile, i += tiles.rows) f(tile, i, tiles.rows_from(i));
+void for_each_row_tile(const RowTiles& tiles, const Pass& pass, F f) {
+  for (int64_t tile = 0, i = pass.rows.first; tile < pass.tiles; ++tile, i += tiles.rows) {
+    f(tile, i, tiles.rows_from(i));
+  }
 }
 
 // Each code is widened in a register, once for each tile of rows. kSeveral: there is more than one tile.
@@ -530,15 +627,16 @@ void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t
   const RowTiles tiles(op.num_rows);
   CodeStrip<Code> strips[2];
   StripSums sums;
-  for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
+  for_each_panel<T, Code>(op, tiles, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes,
+                                                                 Float* totals, const Pass& pass) {
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
     strips[0].load(codes.strip(0));
     for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
       load_sums<T>(op, scales, k, sums);
       const auto multiply = [&](const auto& strip, const StripSums& sums) {
         const CodesAhead<Code> ahead = codes.ahead(k, 0, kPanelColumns);
-        NextStrip<Code, kSeveral> next{strips[turn ^ 1], codes.strip(k + kStripWidth), ahead, tiles.count};
-        for_each_row_tile(tiles, [&](int64_t, int64_t i, int64_t rows) {
+        NextStrip<Code, kSeveral> next{strips[turn ^ 1], codes.strip(k + kStripWidth), ahead, pass.tiles};
+        for_each_row_tile(tiles, pass, [&](int64_t, int64_t i, int64_t rows) {
           strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
         });
         next.finish();
@@ -560,15 +658,16 @@ void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t
 template <class T, class Code>
 void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   const RowTiles tiles(op.num_rows);
-  const int64_t share = (kPanelColumns + tiles.count - 1) / tiles.count;
   StripSums sums;
   // The first tile's steps transpose the next strip and the second's widen it: shuffles beside products (fp8, T = 16,
   // 24 and 32, in ms: 5.4, 6.9 and 8.8; before them 5.7, 7.8 and 9.9). There are two: few rows take project_from_codes.
   WordStrip<Code> strips[2];
   CodeStrip<Code> lanes;
   StripSums blocks;
-  for_each_panel<T, Code>(op, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes, Float* totals) {
+  for_each_panel<T, Code>(op, tiles, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes,
+                                                                 Float* totals, const Pass& pass) {
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
+    const int64_t share = (kPanelColumns + pass.tiles - 1) / pass.tiles;
     const auto multiply = [&](const WordStrip<Code>& strip, int64_t k, int64_t i, int64_t rows, auto& next) {
       strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
     };
@@ -592,7 +691,7 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
       if constexpr (kMayScaleNumbers<T, Code>) {
         if (scales.of_numbers) sums = sums_of_scaled(sums, scales.global);
       }
-      for_each_row_tile(tiles, [&](int64_t tile, int64_t i, int64_t rows) {
+      for_each_row_tile(tiles, pass, [&](int64_t tile, int64_t i, int64_t rows) {
         CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
         if (tile == 0) {
           NextStrip<Code, false> next{lanes, codes.strip(next_k), ahead};
@@ -614,11 +713,12 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
 // one 512-bit product a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it starts two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1.
 // Other codes are more work to widen: on the first EPYC int8_row 5.3, 9.0, 16.7 and 5.7, 10.3, 19.9, mxfp4 5.4, 9.5,
 // 18.1 and 5.1, 10.3, 19.3. So is e4m3 for products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and
-// 4.3, 6.1, 15.1.
+// 4.3, 6.1, 15.1. bf16 is transposed alone.
 template <class T, class Code>
-void quantized_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);
-  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> && std::is_same_v<Code, Float8E4M3>) {
+  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> &&
+                (std::is_same_v<Code, Float8E4M3> || std::is_base_of_v<CodeStrip<BFloat16>, CodeStrip<Code>>)) {
     return project_from_codes<T, Code, true>(op, panel_begin, panel_end);
   }
   project_from_words<T, Code>(op, panel_begin, panel_end);
