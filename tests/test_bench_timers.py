@@ -200,4 +200,6 @@ def test_the_whole_command_on_a_stand_in(
     assert "NVIDIA Test GPU" in tables and pages.tables(runs, "cpu") == ""
     for timer in ("graph", "eager", "spaced"):
         assert re.search(rf"^\| 3 \| {timer} \|", tables, re.MULTILINE), timer
-        assert f"| `norm_concat_linear` bf16, {timer} | eager | " in pages.headline(runs)
+        assert f"| `norm_concat_linear` bf16, {timer} | eager | " in pages.summary(runs)
+    title, _, row, *_ = pages.headline(runs).splitlines()
+    assert title.startswith("| op | NVIDIA Test GPU, ") and re.match(r"\| `norm_concat_linear` bf16 \| .*x \(", row)

@@ -57,6 +57,7 @@ def pages() -> dict[str, dict[str, str]]:
     return {
         "README.md": {"headline": headline(runs), "support": support(), "engines": engines()},
         "docs/results.md": {
+            "summary": summary(runs),
             "cpu": tables(runs, "cpu"),
             "cuda": tables(runs, "cuda"),
             "host": host(),
@@ -105,11 +106,41 @@ def tables(runs: dict[Path, dict], device: str) -> str:
 
 
 def headline(runs: dict[Path, dict]) -> str:
+    """A line per op and dtype: how many times as fast as the eager chain each machine runs it, on a GPU in a graph. The
+    geometric mean, and the means at the T that gain least and most."""
+    found = {machine: _speedups(records) for machine, records in _by_machine(runs).items()}
+    by_machine = {
+        machine: {
+            op.removesuffix(", graph"): by_T
+            for (op, baseline), by_T in speedups.items()
+            if baseline in ("eager", "eager-out") and not op.endswith((", eager", ", spaced"))
+        }
+        for machine, speedups in found.items()
+    }
+    shown = {machine.rpartition(", torch ")[0]: by_op for machine, by_op in by_machine.items() if by_op}
+    lines = [f"| op | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
+    for op in dict.fromkeys(op for by_op in shown.values() for op in by_op):
+        cells = [_mean_and_span(by_op[op]) if op in by_op else "" for by_op in shown.values()]
+        lines.append(f"| {op} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean_and_span(by_T: dict[int, list[float]]) -> str:
+    means = [geometric_mean(values) for values in by_T.values()]
+    mean = geometric_mean([value for values in by_T.values() for value in values])
+    return f"{mean:.2f}x ({min(means):.2f} to {max(means):.2f})"
+
+
+def summary(runs: dict[Path, dict]) -> str:
     """A line per op, dtype and baseline: how many times faster the op is at each T, and the geometric mean."""
     lines = []
     for machine, records in _by_machine(runs).items():
         lines += [f"{machine}:", "", "| op | over | geometric mean | by T |", "|---|---|---:|---|"]
-        lines += ["| " + " | ".join(cells) + " |" for cells in _headline_rows(records)] + [""]
+        for (op, baseline), by_T in _speedups(records).items():
+            mean = geometric_mean([value for values in by_T.values() for value in values])
+            cells = [f"{geometric_mean(values):.2f}x at {T}" for T, values in sorted(by_T.items())]
+            lines.append(f"| {op} | {baseline} | {mean:.2f}x | {', '.join(cells)} |")
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -124,7 +155,8 @@ def _by_machine(runs: dict[Path, dict]) -> dict[str, list[dict]]:
     return machines
 
 
-def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
+def _speedups(records: Sequence[dict]) -> dict[tuple[str, str], dict[int, list[float]]]:
+    """{(op, dtype and timer, baseline): {T: the speedups of all shapes}}."""
     speedups: dict[tuple[str, str], dict[int, list[float]]] = {}
     for row in saved_run.rows(records):
         ours = next((record for record in row if record["is_ours"]), None)
@@ -135,10 +167,7 @@ def _headline_rows(records: Sequence[dict]) -> Iterator[list[str]]:
                 timer = "" if ours["timer"] == "clock" else f", {ours['timer']}"
                 key = (f"`{ours['op']}` {saved_run.dtypes(ours)}{timer}", baseline)
                 speedups.setdefault(key, {}).setdefault(ours["T"], []).append(value)
-    for (op, baseline), by_T in speedups.items():
-        mean = geometric_mean([value for values in by_T.values() for value in values])
-        cells = [f"{geometric_mean(values):.2f}x at {T}" for T, values in sorted(by_T.items())]
-        yield [op, baseline, f"{mean:.2f}x", ", ".join(cells)]
+    return speedups
 
 
 def support() -> str:
