@@ -56,10 +56,10 @@ class _Question:
 
 # In order of value.
 _QUESTIONS = (
-    _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
     _Question(_SHAPES, _CODES[:1], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _SCALED_BLOCKS, (1,), ("op", *_IN_NARROW_PAIRS, *_IN_BLOCKS)),
     _Question(_FEW_SHAPES, _CODES[2:3], (1,), ("op", *_IN_PAIRS, *_IN_BLOCKS)),
+    _Question(_SHAPES, (DENSE,), (1,), ("op", *_IN_BLOCKS, "linear")),
     _Question(_FEW_SHAPES, _CODES[:2], (17, 24, 32, 64), ("op", "op:split", *_COLUMNS[1:])),
     _Question(_FEW_SHAPES, (DENSE,), (17, 32, 48), ("op", "two-step", "op:split", *_COLUMNS)),
     _Question(_FEW_SHAPES[:2], _CODES, (160, 256, 320), ("op", "op:split", "op:dequantized")),

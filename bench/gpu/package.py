@@ -133,13 +133,17 @@ def _build(environment: dict[str, str], device: str) -> Path | None:
 
 def pack(folder: Path | None = None) -> int:
     """Copy the library of `folder`, or the one built in this tree, that of alternatives beside it, Triton's cache and
-    the commit into the folder to carry. A library without CUDA kernels is refused: on the GPU Triton would be measured
-    instead."""
+    the commit into the folder to carry. A library without CUDA kernels is refused, since on the GPU Triton would be
+    measured instead, and so is one that is older than its sources."""
     library = (folder or ROOT / "python" / "eagle_kernels") / _LIBRARY
     there = library.exists()
     if not there or _SECTION_OF_CUDA not in library.read_bytes():
         build = "EAGLE_KERNELS_BUILD=cuda EAGLE_KERNELS_CUDA_ARCHS=90a pip install --no-build-isolation -e ."
         print(f"{library} {'has no CUDA kernels' if there else 'is not built'}: {build}", file=sys.stderr)
+        return 2
+    changed = [path.stat().st_mtime for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    if library.stat().st_mtime < max(changed, default=0):  # COMMIT would name a commit whose kernels it has not
+        print(f"{library} is older than csrc: make gpu-ready", file=sys.stderr)
         return 2
     CARRIED.mkdir(parents=True, exist_ok=True)
     shutil.copy2(library, CARRIED / library.name)
