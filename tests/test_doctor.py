@@ -1077,6 +1077,24 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ),
         [("engine-format", (SGLANG,), "refuses the config: it has no scheme of compressed-tensors for MXFP8")],
     ),
+    "a divisor of GPTQModel, which engines multiply by": (
+        lambda c: (
+            renamed(c, "fc.weight", "model.fc.weight"),
+            c.weights.update(
+                {"model.fc.weight": torch.ones(D, K * H).to(FP8), "model.fc.weight_scale_inv": torch.full((D,), 1e4)}
+            ),
+            c.drafter.update(quantization_config={"quant_method": "fp8", "weight_scale_semantics": "inverse"}),
+        ),
+        [
+            ("engine-format", (SGLANG, V1, V2), "refuses the config: it lacks activation_scheme"),
+            (
+                "engine-format",
+                (SGLANG, V1, V2),
+                "multiplies codes by weight_scale_inv, which weight_scale_semantics says is a divisor",
+            ),
+            IN_NUMBERS,
+        ],
+    ),
     "a sparsity_config, which vLLM has no more": (
         lambda c: c.drafter.update(
             quantization_config=of_group("re:.*mlp.*") | {"sparsity_config": {"targets": ["Linear"]}}

@@ -63,6 +63,11 @@ def scale_inv(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "weight_scale_inv": q.scales}
 
 
+def divisors(q: QuantizedWeight) -> dict[str, Tensor]:
+    shapes = {"fp8_tensor": (), "fp8_row": (-1,)}
+    return {"weight": q.codes, "weight_scale_inv": 1 / q.scales.reshape(shapes.get(q.format, q.scales.shape))}
+
+
 def deepseek(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight": q.codes, "scale": powers_of_two(q.scales)}
 
@@ -92,6 +97,7 @@ def compressed_nvfp4(q: QuantizedWeight) -> dict[str, Tensor]:
     return {"weight_packed": q.codes, "weight_scale": q.scales} | divisors
 
 
+GPTQMODEL = {"quant_method": "fp8", "format": "float8_e4m3fn", "weight_scale_semantics": "inverse"}
 FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # format, tensors, stem, quantization_config of config.json
 LAYOUTS: dict[str, tuple[str, Callable, str, dict | None]] = {
@@ -118,12 +124,18 @@ LAYOUTS: dict[str, tuple[str, Callable, str, dict | None]] = {
     "modelopt-nvfp4": ("nvfp4", modelopt_nvfp4, "fc", {"quant_algo": "NVFP4"}),
     "compressed-nvfp4": ("nvfp4", compressed_nvfp4, "fc", {"quant_method": "compressed-tensors"}),
 }
+# Without the config these scales would be factors.
+DIVISORS: dict[str, tuple[str, Callable, str, dict | None]] = {
+    "gptqmodel-tensor": ("fp8_tensor", divisors, "fc", GPTQMODEL | {"weight_scale_method": "tensor"}),
+    "gptqmodel-row": ("fp8_row", divisors, "model.fc", GPTQMODEL | {"weight_scale_method": "row"}),
+    "gptqmodel-block": ("fp8_block128", divisors, "fc", GPTQMODEL | {"weight_block_size": [128, 128]}),
+}
 
 
 def quantized_fc(layout: str) -> tuple[QuantizedWeight, dict[str, Tensor], dict | None]:
     """(what the file means, its tensors, its config)."""
     torch.manual_seed(1)
-    format, tensors, stem, config = LAYOUTS[layout]
+    format, tensors, stem, config = (LAYOUTS | DIVISORS)[layout]
     weight = ek.quantize(torch.randn(D, W) * torch.logspace(-2, 1, D).unsqueeze(1), format)
     weights = weights_of(tensors(weight), stem)
     if tensors is deepseek:
@@ -142,7 +154,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("config_file", ["config.json", "hf_quant_config.json"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS | DIVISORS)
 def test_each_layout_loads_with_its_scale(
     layout: str, config_file: str, backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,7 +169,8 @@ def test_each_layout_loads_with_its_scale(
     if backend == "compiled":
         assert layer.fc.format == weight.format
         loaded = layer.fc.quantized.dequantize(torch.float64)
-        rtol = 2**-22 if layout == "compressed-nvfp4" else 0  # the reciprocal of a reciprocal
+        is_divisor = layout == "compressed-nvfp4" or layout in DIVISORS
+        rtol = 2**-22 if is_divisor else 0  # the reciprocal of a reciprocal
         torch.testing.assert_close(loaded, truth, rtol=rtol, atol=0)
     else:
         assert "dequantized to torch.bfloat16: no kernel reads codes on cpu" in caplog.text
@@ -293,6 +306,15 @@ BROKEN = {
         change("hf-block", lambda w: w.update({"model.fc.weight_scale_inv": torch.ones(3, 3)})),
         "model.fc.weight_scale_inv is torch.float32 of shape (3, 3), expected (1, 1) of fp8_tensor or (136, 1) of "
         "fp8_row or (2, 2) of fp8_block128 or (5, 6) of fp8_block32, because model.fc.weight has shape (136, 192)",
+    ),
+    "divisor-of-zero": (
+        change("gptqmodel-row", lambda w: w["model.fc.weight_scale_inv"][5].fill_(0), GPTQMODEL),
+        "model.fc.weight_scale_inv is 0.0 at [5], expected a finite number above 0, because codes are divided by it",
+    ),
+    "semantics-of-nobody": (
+        change("gptqmodel-row", lambda w: None, GPTQMODEL | {"weight_scale_semantics": "direct"}),
+        "the checkpoint says weight_scale_semantics 'direct', expected 'inverse', because it says whether "
+        "model.fc.weight_scale_inv is a divisor",
     ),
     "two-scales": (
         change("hf-block", lambda w: w.update({"model.fc.scale": torch.ones(2, 2)})),
@@ -821,6 +843,34 @@ def test_quarks_nvfp4_has_a_second_scale_of_activations_too(tmp_path: Path) -> N
     weights |= {"fc.input_scale_2": torch.tensor(0.5)}
     entries = [{"dtype": "fp4", "qscheme": "per_group", "group_size": 16}, {"dtype": "fp8_e4m3"}]
     save_with(tmp_path, weights, {"quant_method": "quark", "global_quant_config": {"weight": entries}}, None)
+    loaded = eagle3().load_checkpoint(tmp_path).fc.quantized
+    assert torch.equal(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
+
+
+@pytest.mark.parametrize("method", ["tensor", "row", "block"])
+def test_gptqmodel_s_scale_is_a_divisor(method: str, tmp_path: Path) -> None:
+    """448 / amax was multiplied: 1e7 times too much, without an error. The quantizer is GPTQModel 7.7's
+    `quantize_fp8_weight`."""
+    torch.manual_seed(3)
+    weight = torch.randn(256, 384) * 0.02
+    blocks = {"tensor": (256, 384), "row": (1, 384), "block": (128, 128)}[method]
+    rows, columns = 256 // blocks[0], 384 // blocks[1]
+    tiles = weight.reshape(rows, blocks[0], columns, blocks[1])
+    divisor = 448 / tiles.abs().amax((1, 3))
+    codes = (tiles * divisor[:, None, :, None]).clamp(-448, 448).reshape(256, 384).to(torch.float8_e4m3fn)
+    in_file = divisor.reshape({"tensor": (), "row": (-1,), "block": divisor.shape}[method])
+    own = GPTQMODEL | {"weight_scale_method": method} | ({"weight_block_size": [128, 128]} if method == "block" else {})
+    save_with(tmp_path, {"fc.weight": codes, "fc.weight_scale_inv": in_file}, own, None)
+    config = ek.Eagle3Config(num_chunks=3, target_hidden_size=128, hidden_size=256)
+    loaded = ek.Eagle3Projection(config).load_checkpoint(tmp_path).fc.quantized.dequantize(torch.float64)
+    expanded = divisor.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
+    torch.testing.assert_close(loaded, codes.double() / expanded, rtol=2**-23, atol=0)
+    assert (loaded - weight).norm() / weight.norm() < 0.03
+
+
+def test_a_layer_that_gptqmodel_left_out_has_its_own_scales(tmp_path: Path) -> None:
+    weight, weights, _ = quantized_fc("hf-block")
+    save_with(tmp_path, weights, GPTQMODEL | {"dynamic": {"-:.*fc": {}}}, None)
     loaded = eagle3().load_checkpoint(tmp_path).fc.quantized
     assert torch.equal(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
 

@@ -13,7 +13,7 @@ from eagle_kernels.quantization_config import (
     unread_format,
 )
 
-from .pair import ENGINES, SGLANG, Pair
+from .pair import ENGINE_OF, ENGINES, SGLANG, Pair
 from .quantization import groups_of
 
 # The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
@@ -57,6 +57,9 @@ def look_at_method(pair: Pair) -> None:
     if algorithm_of(config) == "MIXED_PRECISION" and not lists_algorithms(config, _FP4):
         text = "takes MIXED_PRECISION without NVFP4 for w4afp8, which builds every linear layer in FP8 blocks"
         pair.find("engine-format", text, SGLANG)
+    if config.get("weight_scale_semantics") == "inverse":  # GPTQModel's alone
+        text = "multiplies codes by weight_scale_inv, which weight_scale_semantics says is a divisor"
+        pair.find("engine-format", text, *ENGINE_OF)
 
 
 _FP4 = ("NVFP4", "W4A16_NVFP4")

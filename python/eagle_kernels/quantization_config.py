@@ -4,12 +4,14 @@
 |---|---|
 | all | quant_method |
 | Hugging Face fp8 | weight_block_size |
+| GPTQModel fp8 | weight_block_size; weight_scale_semantics, by which weight_scale_inv is a divisor |
 | Quark | a weight's dtype, qscheme, block_size, group_size in layer_quant_config, or else in global_quant_config |
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
 | compressed-tensors | format, and the weights' arguments of the layer's group in config_groups; transform_config |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
 | auto-round | bits, group_size, data_type; a layer's entry in `extra_config` overrides them; block_name_to_quantize |
 | GPTQ, AWQ, auto-round | format among others, which name a packing (`int4_checkpoint`) |
+| GPTQModel, auto-round | rotation, rotation_config, spinquant_config: the input is transformed |
 
 The tensors determine the format. A key that means another one is an error; a missing key says nothing. Keys of the
 whole checkpoint say nothing of a layer that the config leaves out (`leaves_out`), whose codes may be in another format:
@@ -17,7 +19,8 @@ NVFP4 checkpoints keep MTP layers in FP8 (vllm#43455).
 
 Sources: vLLM 0.33 `modelopt.py`, `compressed_tensors`, `gptq_utils.py`, `quark.py` (`_find_matched_config`);
 Model-Optimizer `export/quant_utils.py` (`process_layer_quant_config`); compressed-tensors `CompressionFormat`;
-auto-round 0.16 `inference/convert_model.py` (`get_layer_config`), vLLM 0.32 `inc/config_parser.py`, SGLang 0.5.23
+auto-round 0.16 `inference/convert_model.py` (`get_layer_config`) and `export_to_fp8.py`, GPTQModel 7.7
+`quantization/config.py` and `qlinear/fp8.py`, vLLM 0.32 `inc/config_parser.py`, SGLang 0.5.23
 `auto_round.py`; transformers 5.24 `quantizers_utils.py` (`should_convert_module`).
 """
 

@@ -4,6 +4,7 @@
 |---|---|---|
 | weight | weight_scale | Model-Optimizer, compressed-tensors, Quark: fp8, int8, mxfp8, mxfp4, nvfp4 |
 | weight | weight_scale_inv | Hugging Face fp8 in blocks; despite its name this scale is multiplied |
+| weight | weight_scale_inv | GPTQModel fp8, a divisor: `weight_scale_semantics` is `inverse` |
 | weight | scale | DeepSeek's own files |
 | weight | qscale_weight | Mistral's own files |
 | weight_packed | weight_scale | compressed-tensors nvfp4, and integers in groups (`int4_checkpoint`) |
@@ -27,7 +28,8 @@ from .quantization_config import check_format, check_untransformed, section_of, 
 from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
 from .stored_projection import CODES, StoredProjection
 
-_SCALES = ("weight_scale", "weight_scale_inv", "scale", "qscale_weight")
+_INVERSE = "weight_scale_inv"
+_SCALES = ("weight_scale", _INVERSE, "scale", "qscale_weight")
 # nvfp4's second scale: Model-Optimizer's is multiplied, compressed-tensors' is a divisor.
 _MULTIPLIER, _DIVISOR = "weight_scale_2", "weight_global_scale"
 _OF_CODES = ("weight", "weight_packed", *_SCALES, _MULTIPLIER, _DIVISOR)
@@ -111,7 +113,7 @@ def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
     if format == "int8_row" and section.values.get("symmetric") is False:
         says = f"the checkpoint says {section.place('symmetric')}symmetric False"
         raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
-    return QuantizedWeight(codes, scales, format, _global_scale(stored, format))
+    return QuantizedWeight(codes, _multipliers(stored, scale_name, scales), format, _global_scale(stored, format))
 
 
 def check_projection(stored: StoredProjection) -> None:
@@ -225,6 +227,22 @@ def _recognize(stored: StoredProjection, code: Tensor, scales: tuple[str, Tensor
     because = f"{codes_name} has shape {tuple(code.shape)}"
     choices = " or ".join(f"{size} of {name}" for name, size in sizes.items())
     raise checks.error(ValueError, op, got, choices, because)
+
+
+def _multipliers(stored: StoredProjection, scale_name: str, scales: Tensor) -> Tensor:
+    """What the codes are multiplied by: 1 / weight_scale_inv where the config has GPTQModel's key for a divisor."""
+    section, key = section_of(stored.config, stored.path), "weight_scale_semantics"
+    if stored.names.get(_INVERSE) != scale_name or (semantics := section.values.get(key)) is None:
+        return scales
+    if semantics != "inverse":
+        got = f"the checkpoint says {section.place(key)}{key} {semantics!r}"
+        raise checks.error(ValueError, stored.op, got, "'inverse'", f"it says whether {scale_name} is a divisor")
+    multipliers = 1 / scales.float()
+    if (wrong := ~(multipliers.isfinite() & (multipliers > 0))).any():
+        place = wrong.nonzero()[0].tolist()
+        got = f"{scale_name} is {scales[tuple(place)].item()} at {place}"
+        raise checks.error(ValueError, stored.op, got, "a finite number above 0", "codes are divided by it")
+    return multipliers
 
 
 def _global_scale(stored: StoredProjection, format: str) -> Tensor | None:
