@@ -1132,6 +1132,43 @@ def test_a_layer_with_a_transform_is_refused(case: str, module: str, is_quantize
         layer.load_checkpoint(tmp_path)
 
 
+HADAMARD = {"algorithm": "hadamard", "block_size": 128}
+# layout, keys of the config, the key in the message, or None where fc is not in it
+ROTATIONS: dict[str, tuple[str, dict, str | None]] = {
+    "auto-round-fp8": ("hf-block", FP8_BLOCKS | {"rotation_config": HADAMARD}, "rotation_config"),
+    "spinquant": ("hf-block", FP8_BLOCKS | {"spinquant_config": HADAMARD}, "spinquant_config"),
+    "gptqmodel": ("gptqmodel-row", GPTQMODEL | {"rotation": "hadamard"}, "rotation"),
+    "of-a-layer": (
+        "compressed-int8",
+        {"quant_method": "auto-round", "data_type": "int", "extra_config": {"fc": {"rotation_config": HADAMARD}}},
+        "extra_config.fc.rotation_config",
+    ),
+    "left-out": (
+        "hf-block",
+        FP8_BLOCKS | {"rotation_config": HADAMARD, "modules_to_not_convert": ["fc"]},
+        None,
+    ),
+    "none": ("hf-block", FP8_BLOCKS | {"rotation_config": {}, "rotation": None}, None),
+}
+
+
+@pytest.mark.parametrize("case", ROTATIONS)
+def test_a_rotated_layer_is_refused(case: str, tmp_path: Path) -> None:
+    """auto-round's rotation_config was looked for under its own quant_method alone, and it writes fp8 too."""
+    layout, config, key = ROTATIONS[case]
+    _, weights, _ = quantized_fc(layout)
+    save_with(tmp_path, weights, config, None)
+    layer = eagle3()
+    if key is None:
+        layer.load_checkpoint(tmp_path)
+        return
+    name = f"{(LAYOUTS | DIVISORS)[layout][2]}.weight"
+    message = f"{name} is of a layer with a transform, expected one without, because the checkpoint says {key}"
+    expected = pytest.raises(ValueError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$")
+    with UnchangedTensors(list(layer.state_dict().values())), expected:
+        layer.load_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 100_000], ids=["ended", "too-deep"])
 def test_a_damaged_config_is_named(text: str, tmp_path: Path) -> None:
     _, weights, _ = quantized_fc("hf-block")

@@ -119,8 +119,8 @@ _END_OF_A_PART = r"(?:(?<=\.)|(?=\.|$))"
 _OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
 # auto-round's blocks, by either name.
 _BLOCK_LISTS = ("block_name_to_quantize", "to_quant_block_names")
-# auto-round's transforms of the input.
-_ROTATIONS = ("rotation_config", "spinquant_config")
+# Transforms of the input: auto-round's, which it writes under quant_method fp8 too, and GPTQModel's.
+_ROTATIONS = ("rotation_config", "spinquant_config", "rotation")
 # What a list may have before a layer's name and a file may not, or the other way round.
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
@@ -402,8 +402,8 @@ def section_of(config: Mapping[str, Any], path: str) -> Section:
 
 
 def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
-    """Refuse the named weight where compressed-tensors' transform_config changes the layer's input or output in each
-    call. Transforms of the weight itself are in the file's numbers already."""
+    """Refuse the named weight where the config has a transform of the layer's input or output, which each call would
+    need. Transforms of the weight itself are in the file's numbers already."""
     if (key := _transform_of(config, name.rpartition(".")[0])) is not None:
         because = f"the checkpoint says {key}"
         raise checks.error(ValueError, op, f"{name} is of a layer with a transform", "one without", because)
@@ -411,10 +411,9 @@ def check_untransformed(op: str, name: str, config: Mapping[str, Any]) -> None:
 
 def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
     """The key of a transform that runs at a layer, or of one that does not say where; None where there is none."""
-    if method_of(config) == "auto-round":
-        section = section_of(config, path)
-        if (rotation := next((key for key in _ROTATIONS if section.values.get(key)), None)) is not None:
-            return f"{section.place(rotation)}{rotation}"
+    section = section_of(config, path)
+    if (rotation := next((key for key in _ROTATIONS if section.values.get(key)), None)) is not None:
+        return f"{section.place(rotation)}{rotation}"
     transforms = config.get("transform_config")
     groups = _mapping(transforms).get("config_groups")
     if not isinstance(groups, Mapping):
