@@ -157,7 +157,75 @@ def as_w4a16(checkpoints: Files, *paths: str) -> None:
 
 def of_group(*targets: str) -> dict:
     groups = {"group_0": {"targets": [*targets], "weights": {"num_bits": 4, "group_size": 16}}}
-    return {"quant_method": "compressed-tensors", "config_groups": groups}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
+def arguments(type: str, bits: int, strategy: str, size: int | None = None, **more: object) -> dict:
+    return {"type": type, "num_bits": bits, "strategy": strategy, "group_size": size, "symmetric": True, **more}
+
+
+BY_TOKEN = {bits: arguments("int", bits, "token", dynamic=True) for bits in (4, 8)}
+MX = {bits: arguments("float", bits, "group", 32, dynamic=True) for bits in (4, 6, 8)}
+NVFP4 = arguments("float", 4, "tensor_group", 16, dynamic="local")
+E4M3_BY_TOKEN = arguments("float", 8, "token", dynamic=True)
+PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+BOTH, NONE = ("sglang", "vllm"), ()
+# Weights, inputs and format of compressed-tensors' presets, and the engines whose `_get_scheme_from_parts` raises.
+SCHEMES: dict[str, tuple[dict, dict | None, str, tuple[str, ...]]] = {
+    "MXFP4": (MX[4], MX[4], "mxfp4-pack-quantized", ("sglang",)),
+    "MXFP4A16": (MX[4], None, "mxfp4-pack-quantized", ("sglang",)),
+    "MXFP4xFP8": (MX[4], arguments("float", 8, "group", 128, dynamic=True), "mxfp4-pack-quantized", ("sglang",)),
+    "MXFP6A16": (MX[6], None, "mxfp6-pack-quantized", BOTH),
+    "MXFP6A8": (MX[6], MX[8], "mxfp6-pack-quantized", BOTH),
+    "MXFP8": (MX[8], MX[8], "mxfp8-quantized", ("sglang",)),
+    "MXFP8A16": (MX[8], None, "mxfp8-quantized", ("sglang",)),
+    "NVFP4": (NVFP4, NVFP4, "nvfp4-pack-quantized", NONE),
+    "NVFP4A16": (NVFP4, None, "nvfp4-pack-quantized", NONE),
+    "NVFP4 with inputs in FP8": (NVFP4, E4M3_BY_TOKEN, "nvfp4-pack-quantized", BOTH),
+    **{f"W{n}A16": (arguments("int", n, "group", 128), None, PACKED, ("sglang",)) for n in (2, 3, 5, 6, 7)},
+    **{f"W{n}A16": (arguments("int", n, "group", 128), None, PACKED, NONE) for n in (4, 8)},
+    "W4A16 asymmetric": (arguments("int", 4, "group", 128, symmetric=False), None, PACKED, NONE),
+    "W4A16 with one scale": ({"num_bits": 4}, None, PACKED, BOTH),
+    "W4A16 by row, as a default": ({"num_bits": 4, "group_size": -1}, None, PACKED, NONE),
+    "W8A16 unpacked": (arguments("int", 8, "channel"), None, INTEGERS, BOTH),
+    "W4A8": (arguments("int", 4, "group", 128), BY_TOKEN[8], INTEGERS, ("sglang",)),
+    "W4A8 by row": (arguments("int", 4, "channel"), BY_TOKEN[8], INTEGERS, ("sglang",)),
+    "W4A8 packed": (arguments("int", 4, "channel"), BY_TOKEN[8], PACKED, ("sglang",)),
+    "W4AFP8": (arguments("int", 4, "group", 128), E4M3_BY_TOKEN, INTEGERS, BOTH),
+    **{f"W{n}A8": (arguments("int", n, "group", 128), BY_TOKEN[8], INTEGERS, BOTH) for n in (2, 3, 5, 6, 7)},
+    **{f"W{n}A4": (arguments("int", n, "group", 128), BY_TOKEN[4], INTEGERS, BOTH) for n in (2, 3, 4)},
+    "W8A8": (arguments("int", 8, "channel"), BY_TOKEN[8], INTEGERS, NONE),
+    "W8A8 static": (arguments("int", 8, "tensor"), arguments("int", 8, "tensor", symmetric=False), INTEGERS, NONE),
+    "W8A8 asymmetric": (arguments("int", 8, "channel", symmetric=False), BY_TOKEN[8], INTEGERS, BOTH),
+    "FP8": (arguments("float", 8, "tensor"), arguments("float", 8, "tensor"), FLOATS, NONE),
+    "FP8 dynamic": (arguments("float", 8, "channel"), E4M3_BY_TOKEN, FLOATS, NONE),
+    "FP8 of weights": (arguments("float", 8, "channel"), None, FLOATS, NONE),
+    "W8A8 FP8 block": (
+        arguments("float", 8, "block", block_structure=[128, 128]),
+        arguments("float", 8, "group", 128, dynamic=True),
+        FLOATS,
+        NONE,
+    ),
+    "FP8 block of weights": (arguments("float", 8, "block", block_structure=[128, 128]), None, FLOATS, ("sglang",)),
+}
+
+
+def in_scheme(name: str, *targets: str, format: str | None = None) -> dict:
+    """A config whose one group has a preset; with `format` for the group's own, and that is the whole config's."""
+    weights, inputs, own, _ = SCHEMES[name]
+    group = {"targets": [*targets], "weights": weights | {"dynamic": False}, "format": format and own}
+    group["input_activations"] = inputs
+    return {"quant_method": "compressed-tensors", "format": format or own, "config_groups": {"a": group}}
+
+
+def with_attention_in_mxfp4(checkpoints: Files) -> None:
+    """q, k and v in codes, fc in numbers and ignored."""
+    for name, rows in (("q", 48), ("k", 32), ("v", 32)):
+        stem = f"midlayer.self_attn.{name}_proj"
+        checkpoints.weights[f"{stem}.weight_packed"] = torch.zeros(rows, 48, dtype=torch.uint8)
+        checkpoints.weights[f"{stem}.weight_scale"] = torch.full((rows, 3), 127, dtype=torch.uint8)
+    config = in_scheme("MXFP4", "Linear") | {"ignore": ["lm_head", "re:.*fc$"]}
+    checkpoints.drafter["quantization_config"] = config
 
 
 def mixed(*layers: str, algorithm: str = "FP8") -> dict:
@@ -832,8 +900,10 @@ def with_integers(checkpoints: Files, quantization: dict) -> None:
 
 def in_int8(checkpoints: Files) -> None:
     """compressed-tensors' int8 with one scale."""
-    with_config(checkpoints, of_group("Linear"))
-    checkpoints.drafter["quantization_config"]["config_groups"]["group_0"].update(weights={"num_bits": 8})
+    inputs = {"num_bits": 8, "strategy": "token", "dynamic": True}
+    with_config(checkpoints, of_group("Linear") | {"format": "int-quantized"})
+    group = checkpoints.drafter["quantization_config"]["config_groups"]["group_0"]
+    group.update(weights={"num_bits": 8}, input_activations=inputs)
     checkpoints.weights["fc.weight"] = torch.ones(D, K * H, dtype=torch.int8)
 
 
@@ -1063,19 +1133,16 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             )
         ],
     ),
-    "MXFP8 of compressed-tensors, which SGLang lacks": (
-        lambda c: c.drafter.update(
-            quantization_config={
-                "quant_method": "compressed-tensors",
-                "config_groups": {
-                    "0": {
-                        "targets": ["re:.*mlp.*"],
-                        "weights": {"type": "float", "num_bits": 8, "strategy": "group", "group_size": 32},
-                    }
-                },
-            }
-        ),
-        [("engine-format", (SGLANG,), "refuses the config: it has no scheme of compressed-tensors for MXFP8")],
+    "MXFP4 of compressed-tensors, in which SGLang builds q, k and v": (
+        lambda c: with_attention_in_mxfp4(c),
+        [
+            (
+                "engine-format",
+                (SGLANG,),
+                "refuses the config: it has no scheme of compressed-tensors for weights in float4 group 32, inputs in "
+                "float4 group 32 dynamic, format mxfp4-pack-quantized",
+            )
+        ],
     ),
     "a divisor of GPTQModel, which engines multiply by": (
         lambda c: (
@@ -2429,8 +2496,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "a layer in no group": (
         lambda c: (
-            c.drafter.update(quantization_config=of_group("re:.*(gate|gate_up|down|q|qkv|o)_proj")),
-            [c.drafter["quantization_config"]["config_groups"]["group_0"]["weights"].clear()],
+            c.drafter.update(quantization_config=in_scheme("W8A8 FP8 block", "re:.*(gate|gate_up|down|q|qkv|o)_proj")),
         ),
         [("layer-quantized", (SGLANG, V1, V2), f"and none of its config_groups has {UP}: codes have no place")],
     ),
@@ -2888,6 +2954,28 @@ def test_doctor_says_of_the_plugin_what_that_does(trap: str, tmp_path: Path) -> 
         assert [(each, tensor.dtype) for each, tensor in scaled] == [(f"{path}.weight", torch.float32)]
     else:
         assert all(tensor is weights[each] for each, tensor in scaled)
+
+
+@pytest.mark.parametrize("format", [None, "mixed-precision"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_that_an_engine_lacks(name: str, format: str | None, tmp_path: Path) -> None:
+    checkpoints = Checkpoints()
+    with_attention_in_mxfp4(checkpoints)
+    checkpoints.drafter["quantization_config"] = in_scheme(name, "re:.*self_attn.*", format=format)
+    found = [each for each in examine(*checkpoints.save(tmp_path)).findings if "no scheme of compressed" in each.text]
+    engines = [engine for engine in pair.ENGINES if any(pair.ENGINES[engine][0] in each.engines for each in found)]
+    assert tuple(engines) == SCHEMES[name][3]
+    assert any(" but on sm_90 for " in each.text for each in found) == (name == "W4AFP8")
+    assert all(f"format {SCHEMES[name][2]}" in each.text for each in found)
+
+
+def test_experts_have_other_schemes(tmp_path: Path) -> None:
+    """SGLang has MXFP4 for them."""
+    checkpoints = MTPCheckpoints()
+    names = [f"{LAYER}.mlp.experts.0.{name}" for name in MLP]
+    checkpoints.weights |= {f"{name}.weight_packed": torch.zeros(96, 64, dtype=torch.uint8) for name in names}
+    checkpoints.drafter["quantization_config"] = in_scheme("MXFP4", "re:.*experts.*")
+    assert not [each for each in examine(*checkpoints.save(tmp_path)).findings if "no scheme" in each.text]
 
 
 def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

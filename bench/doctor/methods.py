@@ -1,11 +1,13 @@
 """Which engines have the method of a drafter's quantization_config, and what they refuse that it says beside it."""
 
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_kernels.quantization_config import (
     HF_FILE,
     algorithm_of,
+    group_of,
     lists_algorithms,
     method_of,
     of_quark,
@@ -14,7 +16,7 @@ from eagle_kernels.quantization_config import (
 )
 
 from .pair import ENGINE_OF, ENGINES, SGLANG, Pair
-from .quantization import groups_of
+from .quantization import holds_codes, is_of_experts
 
 # The engines that have a quant_method, where the default is wrong: both engines have the methods that this package
 # reads, none has the others.
@@ -47,7 +49,7 @@ def look_at_method(pair: Pair) -> None:
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
     refused: dict[str, list[str]] = {}
-    for engine, because in _refusals(method, config):
+    for engine, because in (*_refusals(method, config), *_refused_groups(pair, method)):
         refused.setdefault(because, []).extend(ENGINES[engine])
     for because, engines in refused.items():
         # Of that file SGLang takes what it does not know for nothing.
@@ -102,9 +104,6 @@ def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str
         elif (said := _unread_by_sglang(config)) is not None:
             yield "sglang", f"it has no scheme of Quark for weights in {said}"
     if method == "compressed-tensors":
-        groups = [group for group in groups_of(config) if isinstance(group.get("weights"), Mapping)]
-        if any(_is_mxfp8(group["weights"]) for group in groups):
-            yield "sglang", "it has no scheme of compressed-tensors for MXFP8"
         sparsity = config.get("sparsity_config")
         if isinstance(sparsity, Mapping) and sparsity.get("targets"):
             yield "vllm", "it has a sparsity_config, support of which is removed"
@@ -144,9 +143,76 @@ def _unread_by_sglang(config: Mapping[str, Any]) -> str | None:
     return None if config["global_quant_config"].get("input_tensors") else f"{dtype} without input_tensors"
 
 
-def _is_mxfp8(weights: Mapping[str, Any]) -> bool:
-    said = [weights.get(key) for key in ("type", "num_bits", "strategy", "group_size")]
-    return said == ["float", 8, "group", 32]
+class _Scheme(NamedTuple):
+    """A group of compressed-tensors in words, `int4 group 128`, `int8 token dynamic` or `none`, and a format; in the
+    tables below each is a pattern."""
+
+    weights: str
+    inputs: str
+    format: str
+
+    def matches(self, scheme: "_Scheme") -> bool:
+        return all(re.fullmatch(pattern, words) for pattern, words in zip(self, scheme, strict=True))
+
+
+# The schemes for linear layers. Source: `_get_scheme_from_parts` of SGLang 0.5.23 and of vLLM 0.32 and 0.33, and their
+# `is_activation_quantization_format`.
+_NVFP4, _ROWS = "float4 tensor_group 16", r"(channel|group \d+)( asymmetric)?"
+_INPUTS_OF_INT8 = r"\w+8 (token( asymmetric)? dynamic|tensor( asymmetric)?)"
+_BY_SGLANG, _BY_VLLM = "(naive|int|float|nvfp4-pack|pack)-quantized", "(naive|int|float|nvfp4-pack)-quantized"
+_SCHEMES = {
+    "sglang": (
+        _Scheme(f"int[48] {_ROWS}", "none", "pack-quantized"),
+        _Scheme(_NVFP4, f"none|{_NVFP4}( dynamic)?", _BY_SGLANG),
+        _Scheme("float8 (tensor|channel)", ".*", _BY_SGLANG),
+        _Scheme("float8 block", "float.*( dynamic| tensor)", _BY_SGLANG),
+        _Scheme("int8 (tensor|channel)", _INPUTS_OF_INT8, _BY_SGLANG),
+    ),
+    "vllm": (
+        _Scheme(_NVFP4, f"none|{_NVFP4}( dynamic)?", ".*"),
+        _Scheme("float[48] group 32", ".*", ".*"),
+        _Scheme(f"int[2-8] {_ROWS}", "none", "pack-quantized"),
+        _Scheme(f"int[2-8] {_ROWS}", r"int[48] (token|group \d+) dynamic", "pack-quantized"),
+        _Scheme(f"int[2-8] {_ROWS}", "int8 tensor", "(int|pack)-quantized"),
+        _Scheme("float8 (tensor|channel|block)", ".*", _BY_VLLM),
+        _Scheme("int8 (tensor|channel)", _INPUTS_OF_INT8, _BY_VLLM),
+        _Scheme(r"int4 (channel|group \d+)", "int8 token( asymmetric)? dynamic", _BY_VLLM),
+    ),
+}
+_VLLM_ON_SM_90 = _Scheme("int4 group 128", "float8 token dynamic", ".*")
+
+
+def _refused_groups(pair: Pair, method: str) -> Iterator[tuple[str, str]]:
+    """(engine, why) for each group that an engine has no scheme for, of those with a layer in codes; experts' are
+    others."""
+    config = pair.quantization
+    if config is None or method != "compressed-tensors":
+        return
+    paths = [path for path in pair.layers if holds_codes(pair, path) and not is_of_experts(pair, path)]
+    groups = dict(found for path in paths if (found := group_of(config, path)) is not None)
+    for scheme in dict.fromkeys(_scheme_of(config, group) for group in groups.values()):
+        words = f"weights in {scheme.weights}, inputs in {scheme.inputs}, format {scheme.format}"
+        for engine in (engine for engine in ENGINES if not any(each.matches(scheme) for each in _SCHEMES[engine])):
+            alone = " but on sm_90" if engine == "vllm" and _VLLM_ON_SM_90.matches(scheme) else ""
+            yield engine, f"it has no scheme of compressed-tensors{alone} for {words}"
+
+
+def _scheme_of(config: Mapping[str, Any], group: Mapping[str, Any]) -> _Scheme:
+    """With the defaults of compressed-tensors' `QuantizationArgs`."""
+
+    def words(arguments: object) -> str:
+        if not isinstance(arguments, Mapping):
+            return "none"
+        size = arguments.get("group_size")
+        strategy = {None: "tensor", -1: "channel"}.get(size, "group") if isinstance(size, int | None) else ""
+        strategy = arguments.get("strategy") or strategy
+        said = [f"{arguments.get('type') or 'int'}{arguments.get('num_bits', 8)}", str(strategy)]
+        said += [str(size)] if strategy in ("group", "tensor_group") else []
+        said += ["asymmetric"] if arguments.get("symmetric") is False else []
+        return " ".join([*said, "dynamic"] if arguments.get("dynamic") else said)
+
+    format = group.get("format") or config.get("format")
+    return _Scheme(words(group["weights"]), words(group.get("input_activations")), str(format))
 
 
 # The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.33 `fp8`,

@@ -392,8 +392,8 @@ def _paths(path: str) -> _Paths:
 def section_of(config: Mapping[str, Any], path: str) -> Section:
     if leaves_out(config, path):
         return Section({})
-    if (group := _group_of(config, path)) is not None:
-        name, weights = group
+    if (found := group_of(config, path)) is not None:
+        name, weights = found[0], found[1]["weights"]
         return Section(weights, weights, f"config_groups.{name}.weights.")
     if (override := _override_of(config, path)) is None:
         return Section(config)
@@ -448,15 +448,15 @@ def _claims(config: Mapping[str, Any], path: str) -> Iterator[_Claim]:
     yield from _of_algorithm(config, path, "", is_left_out)
     for where, section in (("quantization.", config.get("quantization")), (f"{HF_FILE}: ", config.get(HF_FILE))):
         yield from _of_algorithm(_mapping(section), path, where, is_left_out)
-    compression, group = config.get("format"), _group_of(config, path)
+    compression, found = config.get("format"), group_of(config, path)
     # GPTQ and AWQ have a `format` too; transformers 5 writes it beside their older keys.
     of_compression = compression is not None and method_of(config) in (None, "compressed-tensors")
     if of_compression and not is_left_out:
         formats = _COMPRESSIONS.get(compression, ()) if isinstance(compression, str) else ()
         yield _Claim(formats, f"format {compression}")
-    if group is None:
+    if found is None:
         return
-    name, weights = group
+    name, weights = found[0], found[1]["weights"]
     meant = _of_weights(weights)
     if meant is not None:
         keys = ("type", "num_bits", "strategy", "group_size", "block_structure")
@@ -530,8 +530,9 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
     return _E2M1.get(size, ()) if bits == 4 and isinstance(size, int | None) else ()
 
 
-def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
-    """(name, weights' arguments) of the entry in config_groups that has a layer: by its own name, or as a Linear."""
+def group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
+    """(name, entry) of the one in config_groups that has a layer, by its own name or as a Linear, and says something of
+    its weight."""
     groups = {
         name: group
         for name, group in _mapping(config.get("config_groups")).items()
@@ -544,7 +545,7 @@ def _group_of(config: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, A
     targets = {name: _list(group.get("targets", ["Linear"])) for name, group in groups.items()}
     own = [name for name in groups if any(_matches(target, path) for target in targets[name])]
     own += [name for name in groups if "Linear" in targets[name]]
-    return (own[0], groups[own[0]]["weights"]) if own else None
+    return (own[0], groups[own[0]]) if own else None
 
 
 def _matches(name: object, path: str) -> bool:
