@@ -907,6 +907,14 @@ def in_int8(checkpoints: Files) -> None:
     checkpoints.weights["fc.weight"] = torch.ones(D, K * H, dtype=torch.int8)
 
 
+def in_int8_groups(checkpoints: Files) -> None:
+    """compressed-tensors' W4A8 in groups of 96."""
+    with_config(checkpoints, in_scheme("W4A8", "Linear"))
+    checkpoints.drafter["quantization_config"]["config_groups"]["a"]["weights"]["group_size"] = 96
+    checkpoints.weights["fc.weight"] = torch.ones(D, K * H, dtype=torch.int8)
+    checkpoints.weights["fc.weight_scale"] = torch.ones(D, 2).bfloat16()
+
+
 def with_zero_points(checkpoints: Files, value: int) -> None:
     in_int8(checkpoints)
     checkpoints.weights["fc.weight_scale"] = torch.ones(D, 1)
@@ -1381,6 +1389,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "int8 with one scale": (in_int8, [IN_NUMBERS]),
+    "int8 in groups": (
+        in_int8_groups,
+        [("engine-format", (SGLANG,), "weights in int4 group 96, inputs in int8 token dynamic"), IN_NUMBERS],
+    ),
     "int8 with zero points of zero": (lambda c: with_zero_points(c, 0), [IN_NUMBERS]),
     "int8 with zero points": (
         lambda c: with_zero_points(c, 3),

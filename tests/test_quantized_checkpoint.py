@@ -316,6 +316,33 @@ BROKEN = {
         "the checkpoint says weight_scale_semantics 'direct', expected 'inverse', because it says whether "
         "model.fc.weight_scale_inv is a divisor",
     ),
+    "groups-of-another-size": (
+        lambda: (
+            in_int8_groups(32)[0],
+            in_group(**W4A8 | {"strategy": "group", "group_size": 64}) | {"format": "int-quantized"},
+        ),
+        "fc.weight has 6 groups in 192 columns, expected 3, because the checkpoint says config_groups.a.weights."
+        "group_size 64",
+    ),
+    "groups-with-zeros": (
+        lambda: (in_int8_groups(32)[0], in_group(**W4A8 | {"group_size": 32, "symmetric": False})),
+        "fc.weight is int8_group, expected int8 without zeros, because the checkpoint says config_groups.a.weights."
+        "symmetric False",
+    ),
+    "groups-of-fp8": (
+        lambda: (in_int8_groups(32)[0], {"quant_method": "fp8"}),
+        "fc.weight is int8_group, expected fp8_tensor or fp8_row or fp8_block128 or fp8_block32, because the checkpoint "
+        "says quant_method fp8",
+    ),
+    "groups-with-a-second-scale": (
+        lambda: (in_int8_groups(32)[0] | {"fc.weight_scale_2": torch.ones(())}, None),
+        "weights has fc.weight_scale_2, expected none, because fc.weight is int8_group",
+    ),
+    "groups-that-differ": (
+        change("compressed-int8", lambda w: w.update({"fc.weight_scale": torch.ones(D, 5)})),
+        "fc.weight_scale is torch.float32 of shape (136, 5), expected (136, 1) of int8_row, because fc.weight has shape "
+        "(136, 192)",
+    ),
     "two-scales": (
         change("hf-block", lambda w: w.update({"model.fc.scale": torch.ones(2, 2)})),
         "weights has model.fc.weight_scale_inv and model.fc.scale, expected one of them, because both scale it",
@@ -500,7 +527,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         "compressed-row",
         in_group(type="int", num_bits=8, strategy="channel"),
         None,
-        "int8_row or pack-quantized, {} config_groups.a.weights type int, num_bits 8, strategy channel",
+        "int8_row or int8_group or pack-quantized, {} config_groups.a.weights type int, num_bits 8, strategy channel",
     ),
     "per-tensor": (
         "compressed-row",
@@ -835,6 +862,46 @@ def test_int8_with_one_scale_has_it_in_each_row(shape: tuple[int, ...], dtype: t
     gains = torch.stack([weights[f"model.fc_norm.{k}.weight"].double() for k in range(K)])
     expected = (normed * gains).reshape(3, W) @ truth.t()
     assert ((layer(x).double() - expected).norm(dim=1) / expected.norm(dim=1)).max() < 2**-7
+
+
+W4A8 = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_an_int8_has_any_number_of_bits(bits: int, tmp_path: Path) -> None:
+    """compressed-tensors' int-quantized of W4A8 by row, which was refused: expected pack-quantized."""
+    torch.manual_seed(bits)
+    end = 1 << (bits - 1)
+    codes, scales = torch.randint(-end, end, (D, W)).to(torch.int8), torch.rand(D, 1)
+    config = in_group(**W4A8 | {"num_bits": bits, "strategy": "channel"}) | {"format": "int-quantized"}
+    save_with(tmp_path, weights_of({"weight": codes, "weight_scale": scales}, "fc"), config, None)
+    loaded = eagle3().load_checkpoint(tmp_path).fc
+    assert loaded.format == "int8_row"
+    assert torch.equal(loaded.quantized.dequantize(torch.float64), codes.double() * scales.double())
+
+
+def in_int8_groups(size: int) -> tuple[dict[str, Tensor], Tensor]:
+    torch.manual_seed(size)
+    codes, scales = torch.randint(-8, 8, (D, W)).to(torch.int8), torch.rand(D, W // size).bfloat16()
+    truth = codes.double() * scales.double().repeat_interleave(size, 1)
+    return weights_of({"weight": codes, "weight_scale": scales}, "fc"), truth
+
+
+@pytest.mark.parametrize("size", [32, 96])
+@pytest.mark.parametrize("format", ["int-quantized", "mixed-precision", None])
+def test_int8_in_groups_is_dequantized(
+    size: int, format: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """compressed-tensors' W4A8 and W4AFP8."""
+    caplog.set_level(logging.INFO)
+    weights, truth = in_int8_groups(size)
+    weights["fc.weight_zero_point"] = torch.zeros(D, W // size, dtype=torch.int8)
+    config = in_group(**W4A8 | {"strategy": "group", "group_size": size}) | {"format": format}
+    save_with(tmp_path, weights, config, None)
+    layer = eagle3().load_checkpoint(tmp_path)
+    torch.testing.assert_close(layer.fc.weight.double(), truth, rtol=2**-8, atol=0)
+    because = "a projection's int8 has one scale for each row"
+    assert f"fc.weight is int8_group, dequantized to torch.bfloat16: {because}" in caplog.text
 
 
 def test_quarks_nvfp4_has_a_second_scale_of_activations_too(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def _scheme_of(config: Mapping[str, Any], group: Mapping[str, Any]) -> _Scheme:
         return " ".join([*said, "dynamic"] if arguments.get("dynamic") else said)
 
     format = group.get("format") or config.get("format")
-    return _Scheme(words(group["weights"]), words(group.get("input_activations")), str(format))
+    return _Scheme(words(group["weights"]), words(group.get("input_activations") or None), str(format))
 
 
 # The keys without which engines read no config, each by all its names. Source: `from_config` of vLLM 0.33 `fp8`,

@@ -39,6 +39,8 @@ from .quantized_weight import E4M3, FORMATS
 
 # Integers in groups, which `int4_checkpoint` reads; FORMATS has the formats of codes.
 _PACKED, _GPTQ, _AWQ = "pack-quantized", "gptq", "awq"
+# int8 whose rows have several scales each; the numbers may have fewer bits.
+INT8_GROUP = "int8_group"
 
 HF_FILE = "hf_quant_config.json"
 # Where config.json has the section, in the order of vLLM 0.33 `weight_utils.get_quant_config`.
@@ -59,7 +61,7 @@ _METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("modelopt_fp4", "petit_nvfp4"), ("nvfp4",)),
     "modelopt_fp8": _FP8[:3],
     "modelopt_mxfp8": ("mxfp8",),
-    "compressed-tensors": (*FORMATS, _PACKED),
+    "compressed-tensors": (*FORMATS, INT8_GROUP, _PACKED),
     **dict.fromkeys(("gptq", "gptqmodel"), (_GPTQ,)),
     "awq": (_AWQ,),
     "auto-round": (*FORMATS, _PACKED, _GPTQ, _AWQ),
@@ -90,14 +92,14 @@ _DATA_TYPES = {
 }
 # compressed-tensors' format.
 _COMPRESSIONS = {
-    "int-quantized": ("int8_row",),
+    "int-quantized": ("int8_row", INT8_GROUP),
     "float-quantized": _E4M3,
-    "naive-quantized": (*_E4M3, "int8_row"),
+    "naive-quantized": (*_E4M3, "int8_row", INT8_GROUP),
     "mxfp8-quantized": ("mxfp8",),
     "pack-quantized": (_PACKED,),
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
-    "mixed-precision": (*FORMATS, _PACKED),
+    "mixed-precision": (*FORMATS, INT8_GROUP, _PACKED),
 }
 # What a message quotes of Quark's entry for a weight.
 _OF_QUARK = ("dtype", "qscheme", "group_size", "block_size")
@@ -519,7 +521,8 @@ def _of_weights(weights: Mapping[str, Any]) -> tuple[str, ...] | None:
     if bits is None:
         return None
     if weights.get("type", "int") != "float":
-        return {8: ("int8_row", _PACKED), 4: (_PACKED,)}.get(bits, ()) if isinstance(bits, int) else ()
+        # int-quantized has an int8 for each, whatever the bits.
+        return ("int8_row", INT8_GROUP, _PACKED) if bits in range(2, 9) else ()
     if bits == 8:
         structure = weights.get("block_structure")
         if strategy == "block" and structure is not None:  # once "128x128"

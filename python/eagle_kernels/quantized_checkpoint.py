@@ -4,6 +4,7 @@
 |---|---|---|
 | weight | weight_scale | Model-Optimizer, compressed-tensors, Quark: fp8, int8, mxfp8, mxfp4, nvfp4 |
 | weight | weight_scale_inv | Hugging Face fp8 in blocks; despite its name this scale is multiplied |
+| weight | weight_scale [D, groups] | compressed-tensors int8 in groups, dequantized when it is read |
 | weight | weight_scale_inv | GPTQModel fp8, a divisor: `weight_scale_semantics` is `inverse` |
 | weight | scale | DeepSeek's own files |
 | weight | qscale_weight | Mistral's own files |
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor
 
 from . import bf16_12bit, checks, int4_checkpoint
-from .quantization_config import check_format, check_untransformed, section_of, unread_format
-from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, scale_shape
+from .quantization_config import INT8_GROUP, check_format, check_untransformed, section_of, unread_format
+from .quantized_weight import COMPRESSED, E8M0, FORMATS, QuantizedWeight, log_dequantized, scale_shape
 from .stored_projection import CODES, StoredProjection
 
 _INVERSE = "weight_scale_inv"
@@ -71,6 +72,23 @@ def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
 
     Raises ValueError that names the tensor.
     """
+    weight = _read(stored)
+    if isinstance(weight, int4_checkpoint.Packed):
+        return weight.dequantize(stored.op, stored.codes_name)
+    if isinstance(weight, QuantizedWeight) and weight.codes.dtype == torch.int8 and weight.scales.shape[1] > 1:
+        because = "a projection's int8 has one scale for each row"
+        log_dequantized(stored.op, stored.codes_name, INT8_GROUP, torch.bfloat16, because)
+        return weight.dequantize()
+    return weight
+
+
+def check_projection(stored: StoredProjection) -> None:
+    """Raise what `read_projection` raises, but dequantize nothing: the weight may take gigabytes."""
+    _read(stored)
+
+
+def _read(stored: StoredProjection) -> Tensor | QuantizedWeight | int4_checkpoint.Packed:
+    """The projection's tensors, checked. int8 in groups is an int8_row with the group for its block."""
     check_is_read(stored)
     op, shape, read = stored.op, stored.shape, stored.read
     is_integers = int4_checkpoint.is_packed(stored)
@@ -79,7 +97,7 @@ def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
     codes_name = _check_names(stored, is_integers)
     check_untransformed(op, codes_name, config)
     if is_integers:
-        return int4_checkpoint.packed_of(stored).dequantize(op, codes_name)
+        return int4_checkpoint.packed_of(stored)
     codes = read(codes_name)
     checks.check_tensor(op, codes_name, codes)
     if codes.is_floating_point() and codes.itemsize > 1:  # numbers, no codes
@@ -110,20 +128,18 @@ def read_projection(stored: StoredProjection) -> Tensor | QuantizedWeight:
         raise checks.error(ValueError, op, f"{scale_name} is NaN at {place}", "numbers", "what it scales would be lost")
     format = check_format(op, codes_name, fits, config)
     section = section_of(config, stored.path)
-    if format == "int8_row" and section.values.get("symmetric") is False:
+    if codes.dtype == torch.int8 and section.values.get("symmetric") is False:
         says = f"the checkpoint says {section.place('symmetric')}symmetric False"
-        raise checks.error(ValueError, op, f"{codes_name} is int8_row", "int8 without zeros", says)
-    return QuantizedWeight(codes, _multipliers(stored, scale_name, scales), format, _global_scale(stored, format))
-
-
-def check_projection(stored: StoredProjection) -> None:
-    """Raise what `read_projection` raises, but dequantize nothing: the weight may take gigabytes."""
-    if int4_checkpoint.is_packed(stored):
-        check_is_read(stored)
-        check_untransformed(stored.op, _check_names(stored, is_integers=True), stored.config)
-        int4_checkpoint.packed_of(stored)
-    else:
-        read_projection(stored)
+        raise checks.error(ValueError, op, f"{codes_name} is {format}", "int8 without zeros", says)
+    global_scale = _global_scale(stored, format)
+    if format == INT8_GROUP:
+        groups, size = scales.shape[1], section.values.get("group_size")
+        if isinstance(size, int) and size > 0 and groups != (meant := -(-shape[1] // size)):
+            got = f"{codes_name} has {groups} groups in {shape[1]} columns"
+            says = f"the checkpoint says {section.place('group_size')}group_size {size}"
+            raise checks.error(ValueError, op, got, str(meant), says)
+        return QuantizedWeight.of_tensors(codes, scales, None, "int8_row", (1, shape[1] // groups))
+    return QuantizedWeight(codes, _multipliers(stored, scale_name, scales), format, global_scale)
 
 
 def check_is_read(stored: StoredProjection) -> None:
@@ -218,6 +234,9 @@ def _recognize(stored: StoredProjection, code: Tensor, scales: tuple[str, Tensor
     fits = [name for name, size in sizes.items() if tuple(scale.shape) == size]
     if scale.dim() < 2:
         fits = [name for name, (rows, columns) in sizes.items() if scale.numel() == rows * columns]
+    if code.dtype == torch.int8 and sizes and scale.dim() == 2 and not fits:
+        groups = scale.shape[1]
+        fits = [INT8_GROUP] if scale.shape[0] == D and 1 < groups <= W and W % groups == 0 else []
     if fits:
         return fits, code, scale.view(E8M0) if scale.dtype == torch.uint8 else scale
     got = f"{scale_name} is {in_file.dtype} of shape {tuple(in_file.shape)}"
