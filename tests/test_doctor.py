@@ -2968,6 +2968,25 @@ def test_doctor_says_of_the_plugin_what_that_does(trap: str, tmp_path: Path) -> 
         assert all(tensor is weights[each] for each, tensor in scaled)
 
 
+@pytest.mark.parametrize(
+    ("config", "format"),
+    [
+        (GPTQ | {"quant_method": "Exl3"}, "Exl3"),
+        (MODELOPT_FP8 | {"quant_algo": "W4A16_AWQ"}, "modelopt W4A16_AWQ"),
+        (in_scheme("MXFP6A16", "Linear"), "compressed-tensors mxfp6-pack-quantized"),
+        (AUTO_ROUND | {"data_type": "mx_int"}, "auto-round mx_int"),
+        ({"bits": 4, "group_size": 64, "mode": "affine"}, "MLX affine"),
+        (of_group("Linear") | {"format": "dense"}, None),
+        (MODELOPT_FP8, None),
+    ],
+)
+def test_the_format_that_only_engines_read(config: dict, format: str | None, tmp_path: Path) -> None:
+    checkpoints = Checkpoints()
+    checkpoints.drafter["quantization_config"] = config
+    stated = None if format is None else f"{format}, {LEFT}"
+    assert examine(*checkpoints.save(tmp_path)).facts.get("format") == stated
+
+
 @pytest.mark.parametrize("format", [None, "mixed-precision"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_schemes_that_an_engine_lacks(name: str, format: str | None, tmp_path: Path) -> None:

@@ -372,7 +372,7 @@ BROKEN = {
     ),
     "format-without-a-method": (
         change("gptq", lambda t, c: (c.pop("quant_method"), c.update(format="gptq"))),
-        "fc.qweight is gptq, expected no format, because the checkpoint says format gptq",
+        "fc.qweight is gptq, expected a format that is read here, because the checkpoint says format gptq",
     ),
     "another-packing-of-auto-round": (
         change("auto-round-auto_round", lambda t, c: c.update(packing_format="auto_round:fp8_static")),

@@ -279,6 +279,7 @@ OF_CODES = [
 LOST = "because what it makes of them would be lost"
 UNREAD = f"expected numbers or codes in one of {list(FORMATS)}, because the checkpoint's quantization_config says it"
 ALGORITHM = {"quant_algo": "NVFP4"}
+COMPRESSED, AUTO_ROUND = {"quant_method": "compressed-tensors"}, {"quant_method": "auto-round", "bits": 4}
 BROKEN = {
     "no-scale": (
         change("hf-block", lambda w: w.pop("model.fc.weight_scale_inv")),
@@ -331,8 +332,8 @@ BROKEN = {
     ),
     "groups-of-fp8": (
         lambda: (in_int8_groups(32)[0], {"quant_method": "fp8"}),
-        "fc.weight is int8_group, expected fp8_tensor or fp8_row or fp8_block128 or fp8_block32, because the checkpoint "
-        "says quant_method fp8",
+        "fc.weight is int8_group, expected fp8_tensor or fp8_row or fp8_block128 or fp8_block32, because the "
+        "checkpoint says quant_method fp8",
     ),
     "groups-with-a-second-scale": (
         lambda: (in_int8_groups(32)[0] | {"fc.weight_scale_2": torch.ones(())}, None),
@@ -340,8 +341,8 @@ BROKEN = {
     ),
     "groups-that-differ": (
         change("compressed-int8", lambda w: w.update({"fc.weight_scale": torch.ones(D, 5)})),
-        "fc.weight_scale is torch.float32 of shape (136, 5), expected (136, 1) of int8_row, because fc.weight has shape "
-        "(136, 192)",
+        "fc.weight_scale is torch.float32 of shape (136, 5), expected (136, 1) of int8_row, because fc.weight has "
+        "shape (136, 192)",
     ),
     "two-scales": (
         change("hf-block", lambda w: w.update({"model.fc.scale": torch.ones(2, 2)})),
@@ -349,15 +350,59 @@ BROKEN = {
     ),
     "config-says-64": (
         change("hf-block", lambda w: None, {"quant_method": "fp8", "weight_block_size": [64, 64]}),
-        "model.fc.weight is fp8_block128, expected no format, because the checkpoint says weight_block_size [64, 64]",
+        "model.fc.weight is fp8_block128, expected a format that is read here, because the checkpoint says "
+        "weight_block_size [64, 64]",
     ),
     "config-says-nvfp4": (
         change("hf-block", lambda w: None, ALGORITHM),
         "model.fc.weight is fp8_block128, expected nvfp4, because the checkpoint says quant_algo NVFP4",
     ),
-    "unknown-algorithm": (
-        change("modelopt-fp8", lambda w: None, {"quant_algo": "INT3"}),
-        "fc.weight is fp8_tensor, expected no format, because the checkpoint says quant_algo INT3",
+    **{
+        f"unread-{config[key]}": (
+            change("compressed-row", lambda w: None, config),
+            f"fc.weight is in {tool} {config[key]}, {UNREAD}",
+        )
+        for tool, key, config in (
+            ("modelopt", "quant_algo", {"quant_algo": "INT3"}),
+            ("modelopt", "quant_algo", {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 128}),
+            ("modelopt", "quant_algo", {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}),
+            ("compressed-tensors", "format", COMPRESSED | {"format": "mxfp6-pack-quantized"}),
+            ("auto-round", "data_type", AUTO_ROUND | {"data_type": "mx_int"}),
+            ("auto-round", "data_type", AUTO_ROUND | {"data_type": "nvfp4_v2"}),
+            ("MLX", "mode", {"group_size": 64, "bits": 4, "mode": "affine"}),
+        )
+    },
+    "unread-algorithm-of-a-layer": (
+        change(
+            "compressed-row",
+            lambda w: None,
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"fc": {"quant_algo": "W4A8_AWQ"}}},
+        ),
+        f"fc.weight is in modelopt W4A8_AWQ, {UNREAD}",
+    ),
+    "unread-format-of-a-group": (
+        change(
+            "compressed-row",
+            lambda w: None,
+            COMPRESSED
+            | {
+                "format": "mixed-precision",
+                "config_groups": {"a": {"targets": ["Linear"], "weights": {}, "format": "marlin-24"}},
+            },
+        ),
+        f"fc.weight is in compressed-tensors marlin-24, {UNREAD}",
+    ),
+    "unread-data-type-of-a-layer": (
+        change("compressed-row", lambda w: None, AUTO_ROUND | {"extra_config": {"fc": {"data_type": "mx_int"}}}),
+        f"fc.weight is in auto-round mx_int, {UNREAD}",
+    ),
+    "awq-scales-the-input": (
+        change(
+            "modelopt-nvfp4",
+            lambda w: w.update({"fc.pre_quant_scale": torch.ones(W)}),
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16},
+        ),
+        f"weights has fc.pre_quant_scale beside fc.weight, expected only {OF_CODES}, {LOST}",
     ),
     "unknown-zeros": (
         change("modelopt-fp8", lambda w: w.update({"fc.weight_zp": torch.zeros(2, dtype=torch.int32)})),
@@ -453,8 +498,8 @@ BROKEN = {
     ),
     "config-says-lists": (
         change("hf-block", lambda w: None, {"quant_method": "fp8", "weight_block_size": [[128], [128]]}),
-        "model.fc.weight is fp8_block128, expected no format, because the checkpoint says weight_block_size [[128], "
-        "[128]]",
+        "model.fc.weight is fp8_block128, expected a format that is read here, because the checkpoint says "
+        "weight_block_size [[128], [128]]",
     ),
     "unknown-method": (
         change("compressed-row", lambda w: None, {"quant_method": "foo"}),
@@ -514,15 +559,25 @@ def in_group(**weights: object) -> dict:
 # layout, quantization_config, quantization of hf_quant_config.json, what the error says behind the tensor's name
 CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
     "method-of-integers": ("compressed-row", {"quant_method": "awq"}, None, "awq, {} quant_method awq"),
-    "method-is-a-list": ("compressed-row", {"quant_method": ["fp8"]}, None, "no format, {} quant_method ['fp8']"),
-    "algorithms-are-a-list": ("compressed-row", {"quant_algo": ["FP8"]}, None, "no format, {} quant_algo ['FP8']"),
+    "method-is-a-list": (
+        "compressed-row",
+        {"quant_method": ["fp8"]},
+        None,
+        "a format that is read here, {} quant_method ['fp8']",
+    ),
+    "algorithms-are-a-list": (
+        "compressed-row",
+        {"quant_algo": ["FP8"]},
+        None,
+        "a format that is read here, {} quant_algo ['FP8']",
+    ),
     "format": (
         "compressed-row",
         {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
         None,
         "nvfp4, {} format nvfp4-pack-quantized",
     ),
-    "unknown-format": ("compressed-row", {"format": "dense"}, None, "no format, {} format dense"),
+    "unknown-format": ("compressed-row", {"format": "dense"}, None, "a format that is read here, {} format dense"),
     "integers": (
         "compressed-row",
         in_group(type="int", num_bits=8, strategy="channel"),
@@ -575,7 +630,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         "modelopt-nvfp4",
         {"quant_algo": "NVFP4", "group_size": 32},
         None,
-        "no format, {} quant_algo NVFP4, group_size 32",
+        "a format that is read here, {} quant_algo NVFP4, group_size 32",
     ),
     "nested": (
         "compressed-row",
@@ -607,23 +662,18 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         None,
         "pack-quantized or gptq or awq, {} data_type int, bits 4",
     ),
-    "unknown-data-type": (
-        "compressed-row",
-        {"quant_method": "auto-round", "data_type": "gguf"},
-        None,
-        "no format, {} data_type gguf",
-    ),
     "one-side-of-blocks": (
         "hf-block",
         {"quant_method": "fp8", "weight_block_size": 64},
         None,
-        "no format, {} weight_block_size 64",
+        "a format that is read here, {} weight_block_size 64",
     ),
     "blocks-as-text": (
         "hf-block",
         in_group(type="float", num_bits=8, strategy="block", block_structure="64x64"),
         None,
-        "no format, {} config_groups.a.weights type float, num_bits 8, strategy block, block_structure 64x64",
+        "a format that is read here, {} config_groups.a.weights type float, num_bits 8, strategy block, "
+        "block_structure 64x64",
     ),
     "quark": (
         "compressed-row",
@@ -658,7 +708,7 @@ CONTRADICTIONS: dict[str, tuple[str, dict | None, dict | None, str]] = {
         "compressed-int8",
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_group"}}},
         None,
-        "no format, {} global_quant_config.weight dtype int8, qscheme per_group",
+        "a format that is read here, {} global_quant_config.weight dtype int8, qscheme per_group",
     ),
     "two-files": (
         "compressed-row",
@@ -712,6 +762,8 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
         pytest.param("compressed-int8", {"quant_method": "modelopt", "quant_algo": "W8A16"}, None, id="w8a16"),
         pytest.param("quark-mxfp4", {"quant_method": "modelopt", "quant_algo": "MXFP4"}, None, id="mxfp4"),
         pytest.param("quark-mxfp4", {"quant_algo": "w4a8_mxfp4_fp8"}, None, id="w4a8-mxfp4"),
+        pytest.param("compressed-int8", {"quant_algo": "W8A8_SQ_PER_CHANNEL"}, None, id="smooth-quant"),
+        pytest.param("modelopt-nvfp4", {"quant_algo": "NVFP4_AWQ", "group_size": 16}, None, id="awq-in-the-norm"),
         pytest.param("hf-block", {"quant_algo": "fp8_pb_real"}, None, id="fp8-blocks"),
         pytest.param("modelopt-fp8", {"quant_method": "modelopt_fp8"}, None, id="modelopt-fp8"),
         pytest.param(

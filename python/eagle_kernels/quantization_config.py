@@ -7,6 +7,7 @@
 | GPTQModel fp8 | weight_block_size; weight_scale_semantics, by which weight_scale_inv is a divisor |
 | Quark | a weight's dtype, qscheme, block_size, group_size in layer_quant_config, or else in global_quant_config |
 | Model-Optimizer | quant_algo, group_size, quantized_layers; in `quantization` and in hf_quant_config.json too |
+| MLX | mode and bits, without quant_method |
 | compressed-tensors | format, and the weights' arguments of the layer's group in config_groups; transform_config |
 | GPTQ, AWQ | bits, group_size, desc_act; a layer's entry in `dynamic` overrides them |
 | auto-round | bits, group_size, data_type; a layer's entry in `extra_config` overrides them; block_name_to_quantize |
@@ -71,10 +72,10 @@ _ALGORITHMS = {
     "FP8": ("fp8_tensor",),
     "FP8_PER_CHANNEL_PER_TOKEN": ("fp8_row",),
     **dict.fromkeys(("FP8_PB_WO", "FP8_PB_REAL", "FP8_BLOCK_SCALES"), ("fp8_block128",)),
-    "W8A16": ("int8_row",),
+    **dict.fromkeys(("W8A16", "W8A8_SQ_PER_CHANNEL"), ("int8_row",)),
     **dict.fromkeys(("MXFP4", "W4A8_MXFP4_FP8"), ("mxfp4",)),
-    "NVFP4": ("nvfp4",),
-    "W4A16_NVFP4": ("nvfp4",),
+    # AWQ's pre_quant_scale is in the norm before the layer, or else a tensor, which is refused.
+    **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ"), ("nvfp4",)),
     "MXFP8": ("mxfp8",),
     "MIXED_PRECISION": tuple(FORMATS),
 }
@@ -100,6 +101,7 @@ _COMPRESSIONS = {
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
     "mixed-precision": (*FORMATS, INT8_GROUP, _PACKED),
+    "dense": (),  # beside quantized KV caches
 }
 # What a message quotes of Quark's entry for a weight.
 _OF_QUARK = ("dtype", "qscheme", "group_size", "block_size")
@@ -159,16 +161,30 @@ def method_of(config: Mapping[str, Any]) -> object:
 
 
 def unread_format(config: Mapping[str, Any] | None, path: str | None = None) -> str | None:
-    """The config's name of a format that engines read and this package does not, such as bitsandbytes; None for another
-    format, where the config does not say, and where it leaves out the layer at `path`."""
-    method = _mapping(config).get("quant_method")
-    if not isinstance(method, str) or (path is not None and leaves_out(_mapping(config), path)):
+    """The config's name of a format that this package does not read, such as bitsandbytes or modelopt W4A16_AWQ; None
+    for another format, where the config does not say, and where it leaves out the layer at `path`."""
+    config = _mapping(config)
+    if path is not None and leaves_out(config, path):
         return None
-    if method.lower() not in _METHODS:
-        return method
-    _, weights = of_quark(_mapping(config), path)
-    unread = [weight["dtype"] for weight in weights if weight["dtype"] not in _QUARK]
-    return f"{method} {unread[0]}" if unread else None
+    stated, method = config.get("quant_method"), method_of(config)
+    if isinstance(method, str) and method not in _METHODS:
+        return str(stated)
+    if method is None and isinstance(config.get("mode"), str) and "bits" in config:
+        return f"MLX {config['mode']}"
+    algorithm = stated_algorithm(config) if path is None else _algorithm_at(config, path)
+    if algorithm is not None and algorithm.upper() not in _ALGORITHMS:
+        return f"{stated or 'modelopt'} {algorithm}"
+    unread: list[str] = []
+    if method == "quark":
+        unread = [weight["dtype"] for weight in of_quark(config, path)[1] if weight["dtype"] not in _QUARK]
+    elif method == "auto-round":
+        kind = (config if path is None else section_of(config, path).values).get("data_type")
+        unread = [kind] if isinstance(kind, str) and not kind.startswith(tuple(_DATA_TYPES)) else []
+    elif method == "compressed-tensors":
+        group = None if path is None else group_of(config, path)
+        kind = (group[1].get("format") if group is not None else None) or config.get("format")
+        unread = [kind] if isinstance(kind, str) and kind not in _COMPRESSIONS else []
+    return f"{stated} {unread[0]}" if unread else None
 
 
 def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, Any]) -> str:
@@ -180,7 +196,7 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
     for claim in _claims(config, name.rpartition(".")[0]):
         meant = [format for format in fits if format in claim.formats]
         if not meant:
-            expected = " or ".join(claim.formats) or "no format"
+            expected = " or ".join(claim.formats) or "a format that is read here"
             raise checks.error(ValueError, op, f"{name} is {fits[0]}", expected, f"the checkpoint says {claim.says}")
         fits = meant
     return fits[0]
@@ -222,6 +238,14 @@ def _own_algorithm(section: Mapping[str, Any], path: str) -> tuple[str, Mapping[
     layers = _mapping(section.get("quantized_layers"))
     name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
     return None if name is None else (name, layers[name])
+
+
+def _algorithm_at(config: Mapping[str, Any], path: str) -> str | None:
+    """quant_algo of a layer: its own, or else that of the whole checkpoint."""
+    own = (
+        found[1].get("quant_algo") for each in _sections(config) if (found := _own_algorithm(each, path)) is not None
+    )
+    return next((algorithm for algorithm in own if isinstance(algorithm, str)), stated_algorithm(config))
 
 
 def of_quark(config: Mapping[str, Any], path: str | None = None) -> tuple[str, list[Mapping[str, Any]]]:
