@@ -764,6 +764,23 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
         pytest.param("quark-mxfp4", {"quant_algo": "w4a8_mxfp4_fp8"}, None, id="w4a8-mxfp4"),
         pytest.param("compressed-int8", {"quant_algo": "W8A8_SQ_PER_CHANNEL"}, None, id="smooth-quant"),
         pytest.param("modelopt-nvfp4", {"quant_algo": "NVFP4_AWQ", "group_size": 16}, None, id="awq-in-the-norm"),
+        # The target's layers beside the drafter's, as Model-Optimizer exports both.
+        *(
+            pytest.param(
+                "modelopt-fp8",
+                {
+                    "quant_algo": "MIXED_PRECISION",
+                    "quantized_layers": {
+                        "model.fc": {"quant_algo": "NVFP4"},
+                        f"{module}.fc": {"quant_algo": "FP8"},
+                        "fc": {"quant_algo": "W4A8_AWQ"},
+                    },
+                },
+                None,
+                id=module,
+            )
+            for module in ("eagle_module", "dflash_module")
+        ),
         pytest.param("hf-block", {"quant_algo": "fp8_pb_real"}, None, id="fp8-blocks"),
         pytest.param("modelopt-fp8", {"quant_method": "modelopt_fp8"}, None, id="modelopt-fp8"),
         pytest.param(

@@ -116,6 +116,8 @@ LEFT_OUT = (
 )
 # What they say of single layers: Model-Optimizer's and Quark's.
 _BY_LAYER = ("quantized_layers", "layer_quant_config")
+# Model-Optimizer's names of a drafter's layers in the model that also has the target's.
+_OF_DRAFTER = ("eagle_module.", "dflash_module.")
 # The lists whose entries transformers takes for patterns: they match the begin of a name, up to the end of a part.
 _PATTERN_LISTS = ("modules_to_not_convert", "llm_int8_skip_modules")
 _END_OF_A_PART = r"(?:(?<=\.)|(?=\.|$))"
@@ -236,7 +238,8 @@ def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 def _own_algorithm(section: Mapping[str, Any], path: str) -> tuple[str, Mapping[str, Any]] | None:
     """(name, what it says) of a layer's entry in quantized_layers."""
     layers = _mapping(section.get("quantized_layers"))
-    name = next((name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)), None)
+    names = [name for name in layers if isinstance(layers[name], Mapping) and _matches(name, path)]
+    name = min(names, key=lambda name: not name.startswith(_OF_DRAFTER), default=None)
     return None if name is None else (name, layers[name])
 
 
