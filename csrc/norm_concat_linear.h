@@ -29,8 +29,8 @@ struct Scales {
   const float* global;  // or null: 1
 };
 
-// Which kernel multiplies. On CUDA, of codes, in order: the split kernels, the fused one, the one of warpgroups. On CPU:
-// the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H.
+// Which kernel multiplies. On CUDA, of codes, in order: the split kernels, the fused one, the one of warpgroups. On
+// CPU: the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H.
 enum class ProductKernel : int64_t { kAnyRows, kFewRows, kWgmma };
 
 struct NormConcatLinear {

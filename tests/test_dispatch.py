@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
-from backends import environment_of, needs_compiled
+from backends import environment_of, fused_up_to, needs_compiled
 from eagle_kernels import library
 
 T, K, H, D, V = 3, 2, 48, 40, 12
@@ -115,10 +115,11 @@ def test_a_plain_call_is_one_primitive(
         pytest.skip("it is out-only")
     call, columns = CALLS[op]
     out = torch.empty(T, columns).bfloat16()
-    call(out)  # chooses the plan
-    recorded = Recorded(library.primitives)
-    monkeypatch.setattr(library, "primitives", recorded)
-    call(out if with_out else None)
+    with fused_up_to(T):
+        call(out)  # chooses the plan
+        recorded = Recorded(library.primitives)
+        monkeypatch.setattr(library, "primitives", recorded)
+        call(out if with_out else None)
     assert recorded.names == [f"{op}_out"] and registered == []
 
 
@@ -229,10 +230,11 @@ def test_a_failure_that_is_no_argument_is_not_hidden(op: str, monkeypatch: pytes
     """A primitive that fails on a call that passes every check: its own error comes out, as a device's would."""
     failing = types.SimpleNamespace(**{f"{op}_out": lambda *_: (_ for _ in ()).throw(RuntimeError("device lost"))})
     call, columns = CALLS[op]
-    call(torch.empty(T, columns).bfloat16())  # chooses the plan
-    monkeypatch.setattr(library, "primitives", failing)
-    with pytest.raises(RuntimeError, match=r"^device lost$"):
-        call(torch.empty(T, columns).bfloat16())
+    with fused_up_to(T):
+        call(torch.empty(T, columns).bfloat16())  # chooses the plan
+        monkeypatch.setattr(library, "primitives", failing)
+        with pytest.raises(RuntimeError, match=r"^device lost$"):
+            call(torch.empty(T, columns).bfloat16())
 
 
 ONE_SHOT = {

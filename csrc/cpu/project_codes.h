@@ -443,7 +443,8 @@ inline void codes_project(const NormConcatLinear& op, int64_t panel_begin, int64
     }
     const int64_t begin = panel_begin * kPanelColumns;
     const bool is_finished = op.post_norm_gain.data != nullptr && op.bias.data == nullptr;
-    if (!is_finished) finish_columns<BFloat16>(op, {0, op.num_rows}, begin, columns_end, fp32_rows(op) + begin, op.num_columns);
+    if (is_finished) return;
+    finish_columns<BFloat16>(op, {0, op.num_rows}, begin, columns_end, fp32_rows(op) + begin, op.num_columns);
   });
 }
 

@@ -249,8 +249,8 @@ struct Rows {
   int64_t first, count;
 };
 
-// Adds the bias to the sums of columns [begin, end) of these rows; rounds them into out, or where a post norm comes next
-// stores them as the fp32 result.
+// Adds the bias to the sums of columns [begin, end) of these rows; rounds them into out, or where a post norm comes
+// next stores them as the fp32 result.
 template <class T>
 void finish_columns(const NormConcatLinear& op, Rows rows, int64_t begin, int64_t end, const float* sums,
                     int64_t sums_stride) {
