@@ -30,7 +30,8 @@ struct Scales {
 };
 
 // Which kernel multiplies. On CUDA, of codes, in order: the split kernels, the fused one, the one of warpgroups. On
-// CPU: the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H.
+// CPU: the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H; with AMX it
+// multiplies codes alone.
 enum class ProductKernel : int64_t { kAnyRows, kFewRows, kWgmma };
 
 struct NormConcatLinear {
@@ -55,7 +56,8 @@ struct NormConcatLinear {
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
-// panel of output columns streams its rows of the weight once, then (post norm only) the fp32 rows are normed into out.
+// panel of output columns streams its rows of the weight (once, or for each few hundred rows: cpu/project_strips.h),
+// then (post norm only) the fp32 rows are normed into out.
 template <cpu::Isa isa>
 int64_t norm_concat_linear_workspace(const NormConcatLinear& op);
 template <cpu::Isa isa>

@@ -1,6 +1,7 @@
 """bf16 in 12 bits a number: every number comes back, and a product has the bits of that with the bf16 weight."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -164,7 +165,9 @@ class TestTheKernel:
             wider[:, 3:-4] = tensor
         codes, exponents = (wider[:, 3:-4] for wider in apart)
         strided = QuantizedWeight.of_tensors(codes, exponents, None, weight.format, weight.block)
-        assert same_bits(project(call, strided, poisoned(call, 33)), project(call, weight, poisoned(call, 33)))
+        for kernel in KERNELS:
+            ours, expected = (project(call, each, poisoned(call, 33), kernel) for each in (strided, weight))
+            assert same_bits(ours, expected), kernel
 
     @pytest.mark.parametrize(
         ("widths", "D"), [((1,), 1), ((101, 102), 31), ((128,), 32), ((577, 90), 33), ((2000,), 70)]
@@ -194,10 +197,13 @@ class TestTheKernel:
     @pytest.mark.parametrize("kind", ["normal", "far apart"])
     def test_nothing_is_read_beyond_codes_and_exponents(self, kind: str, W: int, D: int, at: str) -> None:
         """Between pages that trap: a failure is a segmentation fault."""
-        weight, call = compress(weight_of(kind, D, W)), operands(Case("bf16", (W,), 3, D=D))
+        weight = compress(weight_of(kind, D, W))
         codes, exponents = (between_forbidden_pages(tensor, at) for tensor in (weight.codes, weight.scales))
         guarded = QuantizedWeight.of_tensors(codes, exponents, None, weight.format, weight.block)
-        assert same_bits(project(call, guarded, poisoned(call, D)), project(call, weight, poisoned(call, D)))
+        for T, kernel in itertools.product((3, 13), KERNELS):
+            call = operands(Case("bf16", (W,), T, D=D))
+            ours, expected = (project(call, each, poisoned(call, D), kernel) for each in (guarded, weight))
+            assert same_bits(ours, expected), (T, kernel)
 
     @pytest.mark.parametrize("T", [1, 40])
     def test_columns_of_any_value_touch_no_memory(self, T: int) -> None:

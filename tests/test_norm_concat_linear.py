@@ -194,11 +194,19 @@ def test_bits_do_not_depend_on_T_or_threads(dtype: torch.dtype, projection: str)
         torch.set_num_threads(before)
 
 
+# Contexts in which one kernel takes every T: on CPUs with two for bf16 the one of few rows, and the other.
+ONE_PLAN = {
+    "batch invariant": lambda: environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"),
+    "any rows": lambda: fused_up_to(1 << 40),
+}
+
+
 @needs_compiled
+@pytest.mark.parametrize("one_plan", ONE_PLAN)
 @pytest.mark.parametrize("norm", ["chunk", "concat", "none"])
 @pytest.mark.parametrize("format", ["", "fp8_row", "mxfp4"])
 @pytest.mark.parametrize("T", [16, 37])
-def test_threads_may_share_a_group_of_rows(T: int, format: str, norm: str) -> None:
+def test_threads_may_share_a_group_of_rows(T: int, format: str, norm: str, one_plan: str) -> None:
     """On the tile unit 16 rows are packed together, 512 columns a part; chunks end within parts."""
     chunks, weight, gain = make_call(T, torch.bfloat16, H=2880, D=65)
     operand = ek.quantize(weight, format) if format else weight
@@ -208,7 +216,7 @@ def test_threads_may_share_a_group_of_rows(T: int, format: str, norm: str) -> No
     try:
         for threads in (1, 2, 3, 5):
             torch.set_num_threads(threads)
-            with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+            with ONE_PLAN[one_plan]():
                 results.append(ek.norm_concat_linear(chunks, operand, **arguments))
     finally:
         torch.set_num_threads(before)
@@ -222,7 +230,7 @@ def test_rows_of_several_passes_over_the_weight(format: str) -> None:
     and its place in the result."""
     chunks, weight, gain = make_call(555, torch.bfloat16, H=2816, D=33)
     operand = ek.quantize(weight, format) if format else weight
-    arguments = {"norm_weight": gain, "bias": torch.randn(33)}
+    arguments = {"norm_weight": gain, "bias": torch.randn(33), "post_norm_weight": torch.rand(33).bfloat16() + 0.5}
     with fused_up_to(1 << 40):
         whole = ek.norm_concat_linear(chunks, operand, **arguments)
         with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1" if format else "0"):
@@ -245,10 +253,11 @@ def test_few_rows_are_multiplied_by_a_kernel_of_their_own() -> None:
 
 
 @needs_compiled
+@pytest.mark.parametrize("one_plan", ONE_PLAN)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16", "fp32"])
-def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_T_over_many_blocks(dtype: torch.dtype, one_plan: str) -> None:
     """K*H beyond one block of the sum (4096 at most), more than 512 rows and more than 512 columns."""
-    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):
+    with ONE_PLAN[one_plan]():
         chunks, weight, gain = make_call(555, dtype, H=1500, D=577)
         every_row = ek.norm_concat_linear(chunks, weight, norm_weight=gain)
         for begin, end in ((0, 1), (511, 513), (520, 555), (100, 117)):
@@ -412,7 +421,7 @@ def test_explain_names_the_kernel_that_runs(projection: str) -> None:
 @pytest.mark.parametrize("dtype", FUSED_ROWS, ids=str)
 def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtype) -> None:
     for isa, limit in FUSED_ROWS[dtype].items():
-        for T in (1, 2, 16, 17, 64, 65, 128, 129, 512, 513, 5000):
+        for T in (1, 2, 8, 9, 16, 17, 64, 65, 128, 129, 192, 193, 512, 513, 5000):
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
             has_dots = dtype == torch.bfloat16 and DENSE_DOTS_ROWS.get(isa, 0) >= T

@@ -117,6 +117,22 @@ def test_float64_truth(name: str, T: int) -> None:
     check(Case("bf16", (96, 96, 96), T, D=67), name)
 
 
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("int8_row", Case("fp32", (8192,) * 8, 31, D=33)),
+        ("fp8_row", Case("fp16", (5376,) * 6, 245, D=33, bias="fp32")),
+        ("fp8_row", Case("bf16", (8192,) * 8, 150, D=33, post_norm="dtype")),
+        ("nvfp4", Case("bf16", (8192,) * 8, 241, D=33)),
+        ("mxfp4", Case("bf16", (7168,) * 7, 73, D=33)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.id,
+)
+def test_float64_truth_of_rows_of_several_passes(name: str, case: Case) -> None:
+    """csrc/cpu/project_strips.h, kPassBytes: a pass once had a single tile, where two share the widening."""
+    check(case, name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_float64_truth_in_each_dtype(name: str, dtype: str) -> None:

@@ -245,14 +245,14 @@ void dot_pack(const NormConcatLinear& op, int64_t row_begin, int64_t row_end, in
   }
 }
 
-struct Rows {
+struct RowRange {
   int64_t first, count;
 };
 
 // Adds the bias to the sums of columns [begin, end) of these rows; rounds them into out, or where a post norm comes
 // next stores them as the fp32 result.
 template <class T>
-void finish_columns(const NormConcatLinear& op, Rows rows, int64_t begin, int64_t end, const float* sums,
+void finish_columns(const NormConcatLinear& op, RowRange rows, int64_t begin, int64_t end, const float* sums,
                     int64_t sums_stride) {
   const bool has_bias = op.bias.data != nullptr;
   const bool has_post_norm = op.post_norm_gain.data != nullptr;

@@ -3,10 +3,9 @@
 //
 // The lanes of a sum are columns of the output. A panel of the weight is transposed 128 columns at a time, a strip, and
 // codes are widened to bf16 in L1 or in registers: [pair of columns][kPanelColumns] words, the even column in the low
-// half. What is called codes below is bf16 where the weight is. All
-// rows multiply it. Each strip and each block of scales begins a new sum, unless sums go on (StripSums). A sum times
-// its scale is added to the fp32 total: so the range and the NaN of a scale are those of fp32, and one multiplication
-// serves all columns of its block.
+// half. What is called codes below is bf16 where the weight is. All rows of a pass multiply it. Each strip and each
+// block of scales begins a new sum, unless sums go on (StripSums). A sum times its scale is added to the fp32 total: so
+// the range and the NaN of a scale are those of fp32, and one multiplication serves all columns of its block.
 //
 // Packed rows: [strip][tile of rows][pair of columns][row of the tile] pairs, in the type they are multiplied in, zero
 // past the width. A tile reads them from one end to the other; with row-major rows it would need 12 lines for every
@@ -450,19 +449,20 @@ struct RowTiles {
 // (K=6, H=D=5376, T = 512, in bf16: 510 ms in one pass, 480 in passes of 8 MB and 550 of 2 MB).
 struct Pass {
   int64_t tiles;
-  Rows rows;
+  RowRange rows;
 };
 constexpr int64_t kPassBytes = 8 << 20;
 
-// Calls f(pass) for each of them, as nearly equal as they can be.
+// Calls f(pass) for each of them, as nearly equal as they can be. Each has two tiles, if there are two:
+// project_from_words needs them.
 template <class F>
 void for_each_pass(const RowTiles& tiles, int64_t row_bytes, F f) {
-  const int64_t most = kPassBytes / (tiles.rows * row_bytes) < 2 ? 2 : kPassBytes / (tiles.rows * row_bytes);
-  const int64_t passes = (tiles.count + most - 1) / most, of_pass = (tiles.count + passes - 1) / passes;
-  for (int64_t tile = 0; tile < tiles.count; tile += of_pass) {
-    const int64_t count = tiles.count - tile < of_pass ? tiles.count - tile : of_pass, row = tile * tiles.rows;
-    const int64_t left = tiles.num_rows - row;
-    f(Pass{count, {row, count * tiles.rows < left ? count * tiles.rows : left}});
+  const int64_t needed = tiles.num_rows * row_bytes / kPassBytes + 1, most = tiles.count < 4 ? 1 : tiles.count / 2;
+  const int64_t passes = needed < most ? needed : most;
+  for (int64_t pass = 0; pass < passes; ++pass) {
+    const int64_t begin = tiles.count * pass / passes, end = tiles.count * (pass + 1) / passes;
+    const int64_t row = begin * tiles.rows, rows = (end - begin) * tiles.rows, left = tiles.num_rows - row;
+    f(Pass{end - begin, {row, rows < left ? rows : left}});
   }
 }
 
@@ -716,12 +716,16 @@ void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t
 // 4.3, 6.1, 15.1. bf16 is transposed alone.
 template <class T, class Code>
 void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  if (op.num_rows <= kStripRows) return project_from_codes<T, Code, false>(op, panel_begin, panel_end);
-  if constexpr (std::is_same_v<typename DotStep<T>::Packed, BFloat16> &&
-                (std::is_same_v<Code, Float8E4M3> || std::is_base_of_v<CodeStrip<BFloat16>, CodeStrip<Code>>)) {
-    return project_from_codes<T, Code, true>(op, panel_begin, panel_end);
+  constexpr bool kFromCodes =
+      std::is_same_v<typename DotStep<T>::Packed, BFloat16> &&
+      (std::is_same_v<Code, Float8E4M3> || std::is_base_of_v<CodeStrip<BFloat16>, CodeStrip<Code>>);
+  if (op.num_rows <= kStripRows) {
+    project_from_codes<T, Code, false>(op, panel_begin, panel_end);
+  } else if constexpr (kFromCodes) {
+    project_from_codes<T, Code, true>(op, panel_begin, panel_end);
+  } else {
+    project_from_words<T, Code>(op, panel_begin, panel_end);
   }
-  project_from_words<T, Code>(op, panel_begin, panel_end);
 }
 
 }  // namespace

@@ -56,6 +56,11 @@ class Plan:
     isa: str | None = None  # of Kernel.FUSED and Kernel.DOTS on the CPU
 
     @property
+    def is_one_pass(self) -> bool:
+        """Whether a CPU's kernel reads the weight itself, in place of torch's product."""
+        return self.kernel in (Kernel.FUSED, Kernel.DOTS)
+
+    @property
     def method(self) -> str:
         """The kernel with what was chosen for it, as `explain` prints it."""
         if self.tiles is not None:
@@ -374,8 +379,9 @@ def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> boo
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
     if problem.code_bits == 12:
-        reason = "numbers of 12 bits become bf16 as they are multiplied, by the kernel of the weight in bf16"
         kernel = Kernel.DOTS if runs_dense_in_dots(problem, isa) else Kernel.FUSED
+        why = "; EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T" if SETTINGS.batch_invariant else ""
+        reason = f"numbers of 12 bits are widened to bf16, by the kernel that multiplies it{why}"
         return Plan(problem.op, "cpu", kernel, reason, isa=isa)
     if problem.dtype != torch.bfloat16 or isa not in DOTS_ISAS:
         reason = "the codes are widened as they are multiplied"
@@ -466,6 +472,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
     fused = functools.partial(Plan, problem.op, "cpu", kernel, isa=isa)
     if SETTINGS.batch_invariant:
         return fused("EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
+    if kernel is Kernel.DOTS:
+        return fused(f"T={problem.rows} <= {DENSE_DOTS_ROWS[isa]}: reading the weight from end to end is the bound")
     limit = FUSED_ROWS[problem.dtype][isa]
     if limit is None:
         return fused(f"torch's {problem.dtype} product is slow on {isa}, at every T")

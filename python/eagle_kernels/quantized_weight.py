@@ -242,8 +242,8 @@ class QuantizedWeight:
 class CompressedWeight(QuantizedWeight):
     """A bf16 weight [D, W] in 12 bits a number, as `quantize(weight, "bf16_12bit")` makes it: no number is rounded.
 
-    A projection on it has the bits of one on the bf16 weight, where both run the fused kernel. `scales` are not scales,
-    but the `exponents` of `bf16_12bit`.
+    A projection on it has the bits of one on the bf16 weight, where both run the same fused kernel. `scales` are not
+    scales, but the `exponents` of `bf16_12bit`.
     """
 
     @property

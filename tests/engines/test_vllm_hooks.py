@@ -22,7 +22,7 @@ import eagle_kernels as ek
 from backends import fused_up_to, needs_compiled
 from eagle_kernels import library, plan
 from eagle_kernels.engines import decision, eligibility, gates
-from eagle_kernels.plan import Kernel
+from eagle_kernels.plan import Kernel, Plan
 from guards import forbidden
 
 pytestmark = needs_compiled  # without kernels every stage stays with the engine: test_a_library...
@@ -369,13 +369,13 @@ def test_a_probe_takes_64_mb_at_most(vllm: types.SimpleNamespace, monkeypatch: p
     assert len(warmed[0][0]) == 7
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_forced_fc_stays_dense_where_the_fused_kernel_reads_it(
-    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ops: list[str], fused: bool
+@pytest.mark.parametrize("kernel", [Kernel.FUSED, Kernel.DOTS, Kernel.TWO_STEP])
+def test_forced_fc_stays_dense_where_a_fused_kernel_reads_it(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, ops: list[str], kernel: Kernel
 ) -> None:
     register()
-    kernel = Kernel.FUSED if fused else Kernel.TWO_STEP
-    monkeypatch.setattr(combine(), "choose", lambda *problem: types.SimpleNamespace(kernel=kernel))
+    fused = kernel is not Kernel.TWO_STEP
+    monkeypatch.setattr(combine(), "choose", lambda op, *problem: Plan(op, "cpu", kernel, "planned"))
     drafter, hidden = build(vllm, packs=True), torch.randn(T, K * H)
     drafter.combine_hidden_states(hidden)
     assert ops == ["norm_concat_linear" if fused else "norm_concat"]

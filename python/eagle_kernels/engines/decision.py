@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 
 Call = Callable[[Tensor], Tensor]
 
-# A row count between two of these runs on the op if it is faster at both, as plans change in between (plan.FUSED_ROWS).
+# A row count between two of these runs on the op if it is faster at both, as plans change in between (`plan`).
 ROWS = (1, 4, 16, 64, 256, 512, 1024)
 # Medians of two runs of one call differ by up to 5 % on a shared machine: a smaller gain may be none.
 MARGIN = 0.05

@@ -156,7 +156,7 @@ def can_read_codes(device: torch.device, code_bits: int) -> bool:
     """Whether this device has a kernel that reads such codes, where the sizes suit it. CUDA's read 4 bits for rows of
     bf16 alone, and not for all widths of chunks, which a layer that loads a weight does not know."""
     if device.type == "cpu":
-        return choose(PRIMITIVE, device, 1).kernel is Kernel.FUSED
+        return choose(PRIMITIVE, device, 1).is_one_pass
     backend, _ = plans.choose_backend(PRIMITIVE, device)
     if backend == "reference" or code_bits == 12:
         return False

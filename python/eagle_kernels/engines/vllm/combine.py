@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...checks import DTYPES
 from ...layers import child_of
-from ...plan import Kernel, Problem, choose, cpu_isa
+from ...plan import Problem, choose, cpu_isa
 from ...quantized_weight import COMPRESSED, CompressedWeight, quantize
 from .. import decision, engine_codes
 from ..decision import Decision
@@ -357,7 +357,7 @@ def _fastest(
 
 def _may_compress(dtype: torch.dtype) -> bool:
     """Whether a weight in 12 bits per number may be faster to read. With AMX it is (K=3, H=D=4096, 2 threads: 2.7 and
-    2.8 ms at T = 1 and 16, 3.4 and 3.6 ms in bf16); on other CPUs widening it costs what it saves."""
+    2.8 ms at T = 1 and 16, 3.4 and 3.6 ms in bf16); on other CPUs widening it costs what it saves, or more."""
     return dtype == torch.bfloat16 and cpu_isa() == "amx_bf16"
 
 
@@ -488,4 +488,4 @@ def _keep_dense_on_cpu(drafter: Any) -> None:
 def _fused_kernel_reads(fc: Any) -> bool:
     """Whether it is chosen at 32 rows: a few requests of a few draft tokens each."""
     problem = Problem("norm_concat_linear", torch.device("cpu"), rows=32, dtype=fc.params_dtype)
-    return choose(*problem).kernel is Kernel.FUSED
+    return choose(*problem).is_one_pass
