@@ -374,7 +374,7 @@ def test_the_numbers_of_a_config_are_pythons() -> None:
     ints, floats = np.int64(4), torch.tensor(0.5)
     configs = [
         ek.Eagle3Config(ints, ints, ints, vocab_size=ints),
-        ek.Eagle3QKVConfig(ints, ints, ints, ints, latent=[ints, ints]),
+        ek.Eagle3QKVConfig(ints, ints, ints, ints, latent=[ints, ints], eps=floats),
         ek.MTPConfig(ints, ints, embedding_scale=floats),
         ek.MTPStreamsConfig(ints, num_streams=ints),
         ek.ContextKVConfig(*[ints] * 6, eps=floats, norm_offset=floats),

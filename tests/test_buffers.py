@@ -3,7 +3,9 @@
 import copy
 import pickle
 import re
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
@@ -117,6 +119,29 @@ def test_errors_leave_the_buffer_untouched(buffer: ek.AuxHiddenStates, call: obj
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         call(buffer)
     assert buffer.buffer.isnan().all() and buffer.sum_squares.isnan().all()
+
+
+@pytest.mark.parametrize(
+    "small",
+    [np.uint8, np.int16, lambda number: torch.tensor(number, dtype=torch.int16)],
+    ids=["uint8", "int16", "tensor"],
+)
+def test_small_integers_name_the_slots_and_rows_of_their_value(small: Callable) -> None:
+    """Their products and sums wrapped: np.uint8(2) named slot 0 of 3 slots of 128, row 200 of a step was row 44."""
+    buffer = ek.AuxHiddenStates(260, 9, 4096)
+    ones = torch.ones(2, 4096).bfloat16()
+    buffer.capture(small(8), ones[:1], row=small(7))
+    step = buffer.step(small(100), row=small(150))
+    for piece in (ones.expand(50, 2, -1).flatten(0, 1)[:60], ones.expand(20, 2, -1).flatten(0, 1)):
+        step.capture(small(8), piece)
+    written = torch.zeros(260, 9, dtype=torch.bool)
+    written[7, 8] = written[150:250, 8] = True
+    assert torch.equal(buffer.buffer.view(260, 9, 4096).all(-1), written)
+    assert torch.equal(buffer.sum_squares == 4096, written)
+    assert buffer.chunk(small(8), small(200)).data_ptr() == buffer.buffer[0, 8 * 4096 :].data_ptr()
+    chain = ek.ChainedHiddenStates(260, 4096)
+    chain.load(ones.expand(50, 2, -1).flatten(0, 1), row=small(120))
+    assert torch.equal(chain.buffer.all(-1).nonzero().flatten(), torch.arange(120, 220))
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "num_chunks", "hidden_size"])

@@ -2,7 +2,9 @@
 
 import math
 import re
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -323,8 +325,7 @@ def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> No
 
 def test_the_columns_of_a_config_are_pythons_ints() -> None:
     """Each access of them was a check; and a product of numpy's integers may wrap."""
-    numpy = pytest.importorskip("numpy")
-    config = ek.ContextKVConfig(3, 96, 64, 5, 2, 32, norm_width=numpy.int32(16), rotary_dim=numpy.int32(8))
+    config = ek.ContextKVConfig(3, 96, 64, 5, 2, 32, norm_width=np.int32(16), rotary_dim=np.int32(8))
     assert (type(config.norm_width), type(config.rotary_dim)) == (int, int)
     with pytest.raises(TypeError, match=r"^ContextKVConfig: rotary_dim is a float, expected an int$"):
         ek.ContextKVConfig(3, 96, 64, 5, 2, 32, rotary_dim=8.0)
@@ -499,7 +500,7 @@ def test_each_rank_loads_its_own_heads(copies: int, variant: str) -> None:
     weights = checkpoint(variant, stages)
     for rank in range(4):
         loaded = ek.ContextKV(stages[0].config, dtype=torch.bfloat16)
-        loaded.load_checkpoint(weights, tp_rank=rank, tp_size=4)
+        loaded.load_checkpoint(weights, tp_rank=np.uint8(rank), tp_size=np.uint8(4))  # whose products wrapped
         assert same_bits(loaded.kv_proj.weight, stages[rank // copies].kv_proj.weight)
 
 

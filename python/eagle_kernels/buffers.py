@@ -81,9 +81,9 @@ class AuxHiddenStates:
             # Not the cached view itself: if the caller changed its shape or storage, the next capture would see it.
             return views.out.detach()
         op = "AuxHiddenStates.capture"
-        self._check_slot(op, k)
+        k = self._check_slot(op, k)
         _check_hidden(op, hidden, self.hidden_size, or_streams=True)
-        stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
+        row, stop = _check_range(op, row, hidden.shape[0], self.max_tokens)
         begin = k * self.hidden_size
         out, squares = self.buffer[row:stop, begin : begin + self.hidden_size], self.sum_squares[row:stop, k]
         self._keep_views(k, row, hidden, out, squares)
@@ -119,17 +119,19 @@ class AuxHiddenStates:
 
     def chunk(self, k: int, rows: int) -> Tensor:
         """The first `rows` rows of slot k: a [T, H] view of row stride K*H."""
-        self._check_slot("AuxHiddenStates.chunk", k)
-        _check_rows("AuxHiddenStates.chunk", rows, self.max_tokens)
+        k = self._check_slot("AuxHiddenStates.chunk", k)
+        rows = _check_rows("AuxHiddenStates.chunk", rows, self.max_tokens)
         return self.buffer[:rows, k * self.hidden_size : (k + 1) * self.hidden_size]
 
     def row_sum_squares(self, rows: int) -> Tensor:
         """The sums of squares of the first `rows` rows: an fp32 [T, K] view."""
         return self.sum_squares[: _check_rows("AuxHiddenStates.row_sum_squares", rows, self.max_tokens)]
 
-    def _check_slot(self, op: str, k: int) -> None:
-        if not 0 <= checks.check_int(op, "k", k) < self.num_chunks:
+    def _check_slot(self, op: str, k: int) -> int:
+        k = checks.check_int(op, "k", k)
+        if not 0 <= k < self.num_chunks:
             raise checks.error(ValueError, op, f"k is {k}", f"a slot in [0, {self.num_chunks})")
+        return k
 
 
 class CaptureStep:
@@ -141,17 +143,15 @@ class CaptureStep:
     """
 
     def __init__(self, buffer: AuxHiddenStates, rows: int, row: int = 0) -> None:
-        rows = checks.check_int("AuxHiddenStates.step", "rows", rows, at_least=0)
-        _check_range("AuxHiddenStates.step", row, rows, buffer.max_tokens)
         self.buffer = buffer
-        self.rows = rows
-        self.row = row
+        self.rows = checks.check_int("AuxHiddenStates.step", "rows", rows, at_least=0)
+        self.row, _ = _check_range("AuxHiddenStates.step", row, self.rows, buffer.max_tokens)
         self.captured = [0] * buffer.num_chunks
 
     def capture(self, k: int, hidden: Tensor, residual: Tensor | None = None) -> Tensor:
         """`AuxHiddenStates.capture` into the step's next rows of slot k; RuntimeError if there are too many."""
         op = "CaptureStep.capture"
-        self.buffer._check_slot(op, k)
+        k = self.buffer._check_slot(op, k)
         _check_hidden(op, hidden, self.buffer.hidden_size, or_streams=True)
         begin, rows = self.captured[k], hidden.shape[0]
         if begin + rows > self.rows:
@@ -221,7 +221,7 @@ class ChainedHiddenStates:
         """
         op = "ChainedHiddenStates.load"
         _check_hidden(op, target, self.hidden_size, "target")
-        stop = _check_range(op, row, target.shape[0], self.max_tokens)
+        row, stop = _check_range(op, row, target.shape[0], self.max_tokens)
         return capture_hidden(target, residual, out=self.buffer[row:stop])
 
     def current(self, rows: int) -> Tensor:
@@ -238,7 +238,7 @@ class ChainedHiddenStates:
         """
         op = "ChainedHiddenStates.advance"
         _check_hidden(op, hidden, self.hidden_size)
-        rows = _check_range(op, 0, hidden.shape[0], self.max_tokens)
+        _, rows = _check_range(op, 0, hidden.shape[0], self.max_tokens)
         total, normed = (self.other, self.buffer) if self.norm_output else (self.buffer, self.other)
         out, out_sum = normed[:rows], total[:rows]
         normed, _ = add_rms_norm(
@@ -283,15 +283,18 @@ def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden
         raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
 
 
-def _check_range(op: str, row: int, rows: int, max_tokens: int) -> int:
-    stop = checks.check_int(op, "row", row, at_least=0) + rows
+def _check_range(op: str, row: int, rows: int, max_tokens: int) -> tuple[int, int]:
+    """The range [row, stop) as Python's ints: the sums and products of numpy's small ones wrap."""
+    row = checks.check_int(op, "row", row, at_least=0)
+    stop = row + rows
     if stop > max_tokens:
         because = "static buffers never grow"
         raise checks.error(ValueError, op, f"the rows end at {stop}", f"at most max_tokens = {max_tokens}", because)
-    return stop
+    return row, stop
 
 
 def _check_rows(op: str, rows: int, max_tokens: int) -> int:
-    if checks.check_int(op, "rows", rows, at_least=0) > max_tokens:
+    rows = checks.check_int(op, "rows", rows, at_least=0)
+    if rows > max_tokens:
         raise checks.error(ValueError, op, f"rows is {rows}", f"at most max_tokens = {max_tokens}")
     return rows

@@ -327,8 +327,9 @@ class ContextKV(LoadsProjections):
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
         op = f"{OP}.load_checkpoint"
-        checks.check_int(op, "tp_size", tp_size, at_least=1)
-        if not 0 <= checks.check_int(op, "tp_rank", tp_rank) < tp_size:
+        tp_size = checks.check_int(op, "tp_size", tp_size, at_least=1)
+        tp_rank = checks.check_int(op, "tp_rank", tp_rank)
+        if not 0 <= tp_rank < tp_size:
             raise checks.error(ValueError, op, f"tp_rank is {tp_rank}", f"one in [0, {tp_size})")
         state, projections = checkpoint.context_kv(weights, self, tp_rank, tp_size)
         dense = {"fc": self._dense_fc, "kv_proj": self._dense_kv_proj}

@@ -54,7 +54,8 @@ class Eagle3QKVConfig:
             object.__setattr__(self, "latent", tuple(latent))
         for name in ("bias", "norm_before_residual"):
             checks.check_bool(op, name, getattr(self, name))
-        checks.check_eps(op, "eps", checks.check_number(op, "eps", self.eps))
+        object.__setattr__(self, "eps", checks.check_number(op, "eps", self.eps))
+        checks.check_eps(op, "eps", self.eps)
         if self.num_heads % self.num_kv_heads:
             got, expected = f"num_heads is {self.num_heads}", f"a multiple of num_kv_heads = {self.num_kv_heads}"
             raise checks.error(ValueError, op, got, expected)
