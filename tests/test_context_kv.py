@@ -12,6 +12,7 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
+from backends import environment_of
 from guards import UnchangedTensors, same_bits
 
 K, HT, H, L, N, POSITIONS, SLOTS = 3, 56, 72, 2, 13, 30, 40
@@ -190,6 +191,60 @@ def test_a_norm_of_a_layer_that_does_not_fit_is_found_before_the_first_layer_is_
     message = r"ContextKV: layer_norm\[1\].weight has dtype torch.float16, expected torch.bfloat16 or torch.float32"
     with UnchangedTensors([out]), pytest.raises(TypeError, match=f"^{message}"):
         stage.project(states, out=out)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (
+            lambda stage: setattr(stage.layer_norm[1], "weight", parameter(H + 1)),
+            ValueError,
+            f"ContextKV: layer_norm[1].weight has shape ({H + 1},), expected ({H},) = (H,)",
+        ),
+        (
+            lambda stage: setattr(stage.layer_norm[1], "weight", parameter(H, 2, column=1)),
+            ValueError,
+            "ContextKV: layer_norm[1].weight has strides (2,), expected a last stride of 1",
+        ),
+        (
+            lambda stage: stage.layer_norm[1].to("meta"),
+            ValueError,
+            "ContextKV: layer_norm[1].weight is on meta, expected cpu, because states is there",
+        ),
+        (
+            lambda stage: stage.layer_norm[1].requires_grad_(),
+            RuntimeError,
+            "ContextKV: an input requires grad, expected inputs without grad or a call under torch.no_grad(), because "
+            "the op is inference only and would cut the gradient",
+        ),
+        (
+            lambda stage: setattr(stage.kv_proj, "bias", parameter(255)),
+            ValueError,
+            "norm_concat_linear: bias has shape (255,), expected (256,) = (D,)",
+        ),
+        (
+            lambda stage: setattr(stage, "kv_proj", torch.nn.Linear(H, 255).bfloat16().requires_grad_(False)),
+            ValueError,
+            f"ContextKV: kv_proj.weight has shape (255, {H}), expected (L*W, H) = (256, {H})",
+        ),
+    ],
+    ids=["shape", "strides", "device", "grad", "bias", "weight"],
+)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_only_the_last_layer_reads_is_found_before_the_first_is_written(
+    backend: str, change: Callable, kind: type[Exception], message: str
+) -> None:
+    stage, states = make_stage("laguna"), torch.randn(N, H).bfloat16()
+    change(stage)
+    out = torch.full((N, L * stage.config.kv_width), 7.0).bfloat16()
+    raises = pytest.raises(kind, match=f"^{re.escape(message)}$")
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), UnchangedTensors([out]), raises:
+        stage.project(states, out=out)
+
+
+def parameter(*shape: int, column: int | None = None) -> torch.nn.Parameter:
+    values = torch.rand(shape).bfloat16()
+    return torch.nn.Parameter(values if column is None else values[:, column], requires_grad=False)
 
 
 @pytest.mark.parametrize("variant", ["dflash", "laguna"])

@@ -395,10 +395,14 @@ class ContextKV(LoadsProjections):
         gains = [parameter_of(norm) for norm in self.layer_norm]
         if out is not None:  # checked before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")
-            for layer, gain in enumerate(gains):
-                checks.check_dtype(OP, f"layer_norm[{layer}].weight", gain, (states.dtype, torch.float32))
+            Projection(weight, bias, None, 0.0).check(sources)
+            if weight.shape[0] != L * W:
+                raise checks.shape_error(OP, "kv_proj.weight", weight, f"(L*W, H) = ({L * W}, {config.hidden_size})")
+            of_layers = [(f"layer_norm[{layer}].weight", gain) for layer, gain in enumerate(gains)]
+            for name, gain in of_layers:
+                checks.check_vector(OP, name, gain, config.hidden_size, "H", states, "states")
+            checks.check_inference(OP, gains)
             if is_plain(states, weight, bias, out):  # a trace has no addresses
-                of_layers = ((f"layer_norm[{layer}].weight", gain) for layer, gain in enumerate(gains))
                 sources.check_memory("norm_concat_linear", out, ("weight", weight), ("bias", bias), *of_layers)
         kv = states.new_empty(*states.shape[:-1], L * W) if out is None else out
         for layer, gain in enumerate(gains):
