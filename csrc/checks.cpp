@@ -66,6 +66,9 @@ View::View(const Tensor& tensor) {
   sizes = own_sizes;
   strides = own_strides;
   element_size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype.code));
+  // No memory on another device is ever touched: the checks of devices refuse it.
+  const bool is_touched = device_type == kCpuDevice || device_type == kCudaDevice;
+  check(data != nullptr || !is_touched || numel() == 0, "eagle_kernels", "tensor", "memory");
 }
 
 Tensor tensor_in_memory(const void* data, int64_t dim, const int64_t* sizes, const int64_t* strides, TorchDType dtype,

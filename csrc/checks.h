@@ -5,7 +5,8 @@
 //   norm_concat_linear: weight: shape (norm_concat_linear.cpp:32)
 //
 // Users never read it: python/eagle_kernels/checks.py writes the message that they see. tests/test_primitives.py finds
-// every call of a function named check... in csrc and requires a call of a primitive that it refuses.
+// every call of a function named check... in csrc and requires a call of a primitive that it refuses. Only memory is
+// checked before any op knows the tensor (`View`), in the name of eagle_kernels.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -42,9 +43,13 @@ struct TorchDType {
 extern const TorchDType kTorchFloat, kTorchBFloat16, kTorchHalf, kTorchInt, kTorchLong, kTorchInt8, kTorchByte,
     kTorchFloat8E4M3, kTorchFloat8E8M0;
 
+// Device types as libtorch numbers them.
+constexpr int32_t kCpuDevice = 0, kCudaDevice = 1, kAnyDevice = -1;
+
 // What is read of a tensor, once: each accessor of the stable ABI is a call into libtorch.
 struct View {
   View() = default;
+  // Throws for a tensor on CPU or CUDA whose storage was released: null stands for an operand that is absent.
   explicit View(const Tensor& tensor);
 
   int64_t size(int64_t i) const { return sizes[i]; }

@@ -136,7 +136,8 @@ bool view_of(Object object, View& view) {
   view.dtype = dtype_of(tensor.dtype);
   view.device_type = on_cpu ? kCpuDevice : kCudaDevice;
   view.device_index = tensor.device.index;
-  return tensor.data != nullptr || view.numel() == 0;  // zeros without memory: torch._efficientzerotensor
+  // Without memory: torch._efficientzerotensor, which the dispatcher gives some, or a storage that was released.
+  return tensor.data != nullptr || view.numel() == 0;
 }
 
 // Calls the primitive through `self`, torch's packet of its overloads.

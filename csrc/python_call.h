@@ -150,9 +150,6 @@ struct Primitive<function> {
   }
 };
 
-// Device types as libtorch numbers them.
-constexpr int32_t kCpuDevice = 0, kCudaDevice = 1, kAnyDevice = -1;
-
 using PythonFunction = bool (*)(PythonArguments& arguments);
 
 // For a primitive that only checks, <op>_checks_out beside <op>_out: Triton's launchers call that one, since checks in

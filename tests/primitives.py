@@ -16,8 +16,9 @@ def run_primitive(ops: object, op: str, arguments: dict) -> None:
 
 
 def tensors_of(arguments: dict) -> list[Tensor]:
+    """The arguments that have values."""
     flat = [entry for value in arguments.values() for entry in (value if isinstance(value, (list, tuple)) else [value])]
-    return [entry for entry in flat if isinstance(entry, Tensor) and entry.device.type != "meta"]
+    return [entry for entry in flat if isinstance(entry, Tensor) and entry.untyped_storage().data_ptr()]
 
 
 def _listed(value: object) -> list:

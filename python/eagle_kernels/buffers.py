@@ -278,7 +278,7 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
 
 
 def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden", *, or_streams: bool = False) -> None:
-    checks.check_tensor(op, name, hidden)
+    checks.check_strided(op, name, hidden)
     if hidden.dim() not in ((2, 3) if or_streams else (2,)) or hidden.shape[-1] != hidden_size:
         raise checks.shape_error(op, name, hidden, f"(T, H) = (*, {hidden_size})")
 

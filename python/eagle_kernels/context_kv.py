@@ -438,7 +438,7 @@ class ContextKV(LoadsProjections):
         """
         config, W = self.config, self.config.kv_width
         checks.check_tensor(OP, "kv", kv)
-        checks.check_tensor(OP, "cos_sin", cos_sin)
+        checks.check_strided(OP, "cos_sin", cos_sin)
         if kv.dim() != 2 or kv.shape[1] != config.num_layers * W:
             raise checks.shape_error(OP, "kv", kv, f"(N, L*W) = (*, {config.num_layers * W})")
         of_layer = (

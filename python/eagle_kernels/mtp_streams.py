@@ -214,7 +214,7 @@ class MTPStreamsProjection(MTPProjection):
 
 def _rows_of_streams(op: str, name: str, tensor: Any, S: int, width: int) -> Tensor:
     """[T, S*width] or [T, S, width] as the matrix [T*S, width] that it is in memory."""
-    checks.check_tensor(op, name, tensor)
+    checks.check_strided(op, name, tensor)
     if tuple(tensor.shape[1:]) not in ((S * width,), (S, width)):
         columns = "H" if name == "hidden" else "D"
         expected = f"(T, S*{columns}) or (T, S, {columns}) = (*, {S}, {width})"

@@ -187,6 +187,7 @@ MUTANTS = (
     Mutant("csrc/checks.h", "view.dtype == like.dtype || view.dtype == kTorchFloat", "view.is_floating()"),
     Mutant("csrc/checks.h", "eps >= 0 && eps <= static_cast<double>(__FLT_MAX__)", "!(eps < 0)"),
     Mutant("csrc/checks.cpp", "a.end() <= b.begin || b.end() <= a.begin", "a.end() < b.begin || b.end() < a.begin"),
+    Mutant("csrc/checks.cpp", "data != nullptr || !is_touched || numel() == 0", "true"),
     Mutant("csrc/checks.cpp", "distance < a.row_bytes", "distance <= a.row_bytes"),
     Mutant("csrc/checks.cpp", "distance + b.row_bytes > pitch", "distance + b.row_bytes >= pitch"),
     Mutant("csrc/checks.cpp", "begin + (rows - 1) * pitch + row_bytes", "begin + rows * pitch"),
