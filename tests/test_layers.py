@@ -267,12 +267,25 @@ def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
 
 
 @needs_packing
-def test_a_packed_layer_with_out_compiles_into_one_graph() -> None:
-    layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
-    out = torch.empty(T, D).bfloat16()
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_packed_layer_compiles_into_one_graph(backend: str) -> None:
+    """Inductor took oneDNN's op for one that it had made itself, and failed."""
+    layer = make_layer(bias=True).prepack()
     torch._dynamo.reset()
-    torch.compile(lambda: layer(chunks, out=out), backend="aot_eager", fullgraph=True)()
-    assert torch.equal(out, layer(chunks))
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for rows in (5, 2, 70):
+        chunks, out = torch.randn(rows, K * H).bfloat16(), torch.empty(rows, D).bfloat16()
+        assert torch.equal(compiled(chunks), layer(chunks))
+        compiled(chunks, out=out)
+        assert torch.equal(out, layer(chunks))
+
+
+@needs_packing
+def test_a_packed_layer_is_exported() -> None:
+    layer, chunks = make_layer(chunk_norm=True, bias=True).prepack(), torch.randn(T, K * H).bfloat16()
+    exported = torch.export.export(layer, (chunks,), dynamic_shapes=({0: torch.export.Dim("n", min=2, max=99)},))
+    for rows in (chunks, torch.randn(9, K * H).bfloat16()):
+        assert torch.equal(exported.module()(rows), layer(rows))
 
 
 @needs_packing

@@ -50,6 +50,7 @@ SCHEMAS = {
     "vocab_parallel_embedding_out": f"({_SHARD}, Tensor(a!) out) -> ()",
     "add_rms_norm": f"({_ADD}) -> (Tensor, Tensor)",
     "store_context_kv": f"({_CONTEXT_KV}) -> ()",
+    "packed_linear": "(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
     "add_rms_norm_out": f"({_ADD}, Tensor(a!) out, Tensor(b!) out_sum) -> ()",
 }
 

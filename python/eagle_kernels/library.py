@@ -23,14 +23,19 @@ def register(schema: str, implementation: Callable, fake: Callable) -> None:
     A compiled library without a primitive for the op is not used at all.
     """
     global unsupported_reason
-    name = schema.partition("(")[0]
-    op = name.removesuffix("_out")
+    op = schema.partition("(")[0].removesuffix("_out")
     for primitive in (f"{op}_out", f"{op}_checks_out"):
         if unsupported_reason is None and not hasattr(primitives, primitive):
             unsupported_reason = _is_older(primitive)
+    define(schema, implementation, fake, ("CPU", "CUDA"))
+
+
+def define(schema: str, implementation: Callable, fake: Callable, keys: tuple[str, ...]) -> None:
+    """Define `NAMESPACE::schema` with a body for these dispatch keys and its fake kernel."""
+    name = schema.partition("(")[0]
     # A fixed stride order: Inductor must hand over `out` views and strided chunks as they are, never re-laid copies.
     _library.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    for key in ("CPU", "CUDA"):
+    for key in keys:
         _library.impl(name, implementation, key)
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 

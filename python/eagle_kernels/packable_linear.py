@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, plan
+from .dispatch import is_plain
+from .library import define, registered_ops
 from .ops.norm_concat_linear import in_whole_tiles
 from .ops.projection import OP, check_epilogue, expected_weight
 from .ops.sources import Sources
@@ -29,6 +31,19 @@ def unsupported_reason(weight: Tensor) -> str | None:
     if weight.dtype in supported and getattr(torch.ops.mkldnn, supported[weight.dtype])():
         return None
     return f"oneDNN multiplies no {weight.dtype} on this CPU"
+
+
+def _product(x: Tensor, packed: Any, bias: Tensor | None, out_features: int) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+# Inductor takes oneDNN's own op for one of its fusions, and has no layout for a packed weight that it did not pack.
+define(
+    "packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor",
+    _product,
+    lambda x, packed, bias, out_features: x.new_empty(*x.shape[:-1], out_features),
+    ("MkldnnCPU",),
+)
 
 
 class PackableLinear(DenseLinear):
@@ -79,7 +94,8 @@ class PackableLinear(DenseLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """x @ weight^T + bias from the packed weight."""
-        return torch.ops.mkldnn._linear_pointwise(in_whole_tiles(x), self.packed, self.bias, "none", [], "")
+        operands = in_whole_tiles(x), self.packed, self.bias, self.out_features
+        return _product(*operands) if is_plain(*operands[:3]) else registered_ops.packed_linear(*operands)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
