@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import eagle_kernels as ek
-from backends import needs_packing
+from backends import environment_of, needs_packing
 from eagle_kernels.quantized_weight import FORMATS
 from guards import UnchangedTensors, same_bits
 
@@ -528,3 +528,36 @@ def test_a_module_without_memory_loads_nothing(kind: str) -> None:
         on_meta.load_checkpoint(state)
     loaded = on_meta.to_empty(device="cpu").load_checkpoint(state)
     assert all(same_bits(tensor, state[name]) for name, tensor in loaded.state_dict().items())
+
+
+# By format the buffer, what replaces it, and the message.
+REPLACED = [
+    ("fp8_row", "weight_scale", lambda t: t.half(), "weight.scales has dtype torch.float16, expected torch.float32"),
+    ("fp8_row", "weight", lambda t: t.view(torch.int8), "weight.codes has dtype torch.int8, expected torch.float8"),
+    ("mxfp8", "weight_scale", lambda t: t.view(torch.uint8), "weight.scales has dtype torch.uint8, expected torch."),
+    ("mxfp4", "weight_scale", lambda t: t.view(torch.float8_e4m3fn), "weight.scales has dtype torch.float8_e4m3fn"),
+    ("nvfp4", "weight_scale_2", lambda t: None, "weight.global_scale is None, expected a number or a tensor"),
+    ("nvfp4", "weight_scale_2", lambda t: torch.ones(2), "weight.global_scale has shape (2,), expected one element"),
+    ("int8_row", "weight", lambda t: None, "weight.codes is a NoneType, expected a torch.Tensor"),
+    ("int8_row", "weight", lambda t: t[0], "weight.codes has shape (192,), expected two dimensions"),
+    ("int8_row", "weight", lambda t: t.t().contiguous().t(), "weight.codes has strides (1, 136), expected"),
+    ("int8_row", "weight_scale", lambda t: None, "weight.scales is a NoneType, expected a torch.Tensor"),
+    ("int8_row", "weight_scale", lambda t: t.flatten(), "weight.scales has shape (136,), expected two dimensions"),
+    ("int8_row", "weight_scale", lambda t: t[1:], "weight.scales has shape (135, 1), expected (136, 1)"),
+    ("bf16_12bit", "weight", lambda t: t[:, 1:], "weight.codes has shape (136, 383), expected (136, 384)"),
+    ("bf16_12bit", "weight_scale", lambda t: t[:, :28], "weight.scales has shape (136, 28), expected (136, 32 + 4 E)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "shape"), [("cpu", (3,)), ("cpu", ()), ("reference", (3,))], ids=str)
+@pytest.mark.parametrize(("format", "name", "change", "message"), REPLACED, ids=[f"{r[0]}-{r[3]}" for r in REPLACED])
+def test_a_buffer_that_does_not_fit_the_format_is_named(
+    format: str, name: str, change: Callable, message: str, backend: str, shape: tuple[int, ...]
+) -> None:
+    """Codes viewed as int8 were read as int8, and without its global scale nvfp4 was multiplied by one."""
+    layer, out = eagle3(format), torch.full((*shape, D), 7.0).bfloat16()
+    setattr(layer.fc, name, change(getattr(layer.fc, name)))
+    chunks = [torch.randn(*shape, H).bfloat16() for _ in range(K)]
+    raises = pytest.raises((TypeError, ValueError), match=f"^norm_concat_linear: {re.escape(message)}")
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), UnchangedTensors([out]), raises:
+        layer(chunks, out=out)

@@ -78,6 +78,11 @@ FORMATS = {
 COMPRESSED = "bf16_12bit"
 # What `quantize` makes.
 WEIGHT_FORMATS = (*FORMATS, COMPRESSED)
+# By format the dtypes that the codes and the scales may have.
+DTYPES = {
+    **{name: ((format.codes,), format.scales) for name, format in FORMATS.items()},
+    COMPRESSED: ((torch.uint8,), (torch.uint8,)),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +126,7 @@ class QuantizedWeight:
             because = f"{block[1]} columns share a scale"
             raise checks.shape_error(OP, "codes", codes, f"(D, W/2) with W a multiple of {block[1]}", because)
         scales, block = self._checked_scales(format, block, shard_rows)
-        if self.format == "nvfp4" and self.global_scale is None:
-            because = "nvfp4 has two scales, and 1.0 says that the second is 1"
-            raise checks.error(ValueError, OP, "global_scale is None", "a number or a tensor", because)
-        global_scale = _checked_global_scale(self.global_scale, codes)
+        global_scale = _checked_global_scale(OP, "global_scale", self.global_scale, self.format, codes)
         self.__dict__.update(scales=scales, block=block, global_scale=global_scale)  # frozen: setattr raises
 
     def _checked_scales(
@@ -196,6 +198,20 @@ class QuantizedWeight:
             object.__setattr__(weight, name, value)  # torch 2.11 can trace this, but no update of __dict__
         return weight
 
+    def check(self, op: str) -> None:
+        """Raise where the tensors do not fit the format: those of a layer are buffers, which may be replaced."""
+        parts = (("weight.codes", self.codes), ("weight.scales", self.scales))
+        for (name, tensor), dtypes in zip(parts, DTYPES[self.format], strict=True):
+            checks.check_tensor(op, name, tensor)
+            checks.check_dtype(op, name, tensor, dtypes, f"the format is {self.format}")
+            if tensor.dim() != 2:
+                raise checks.shape_error(op, name, tensor, "two dimensions")
+            checks.check_last_dim_contiguous(op, name, tensor)
+        if tuple(self.scales.shape) != (expected := self.scale_shape):
+            because = f"{self.block[0]} x {self.block[1]} of the weight have one"
+            raise checks.shape_error(op, "weight.scales", self.scales, str(expected), because)
+        _checked_global_scale(op, "weight.global_scale", self.global_scale, self.format, self.codes)
+
     def scaled_where(self, dtype: torch.dtype) -> str:
         """What a kernel for rows of `dtype` scales, so that scaling rounds nothing to 16 bits: "codes" where code *
         scale is exact in `dtype`, else fp32 sums over "blocks" of columns or over whole "rows"."""
@@ -257,6 +273,14 @@ class CompressedWeight(QuantizedWeight):
     @property
     def code_bits(self) -> int:
         return 12
+
+    def check(self, op: str) -> None:
+        super().check(op)
+        (D, W), codes, exponents = self.shape, self.codes, self.scales
+        if codes.shape[1] != (row_bytes := bf16_12bit.row_bytes(W)):
+            raise checks.shape_error(op, "weight.codes", codes, f"({D}, {row_bytes})", f"a row has {W} numbers")
+        if not bf16_12bit.is_exponents_shape(tuple(exponents.shape), D):
+            raise checks.shape_error(op, "weight.scales", exponents, f"({D}, {bf16_12bit.TABLE_BYTES} + 4 E)")
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -355,19 +379,22 @@ def _ceil(n: int, divisor: int) -> int:
     return -(-n // divisor)
 
 
-def _checked_global_scale(value: object, codes: Tensor) -> Tensor | None:
+def _checked_global_scale(op: str, name: str, value: object, format: str, codes: Tensor) -> Tensor | None:
     if value is None:
+        if format == "nvfp4":
+            because = "nvfp4 has two scales, and 1.0 says that the second is 1"
+            raise checks.error(ValueError, op, f"{name} is None", "a number or a tensor", because)
         return None
     if not isinstance(value, Tensor):
-        number = checks.check_number(OP, "global_scale", value)
+        number = checks.check_number(op, name, value)
         if not abs(number) <= torch.finfo(torch.float32).max:
-            raise checks.error(ValueError, OP, f"global_scale is {number}", "a number that is finite in torch.float32")
+            raise checks.error(ValueError, op, f"{name} is {number}", "a number that is finite in torch.float32")
         value = torch.tensor(number, dtype=torch.float32, device=codes.device)
-    checks.check_tensor(OP, "global_scale", value)
-    checks.check_dtype(OP, "global_scale", value, (torch.float32,))
-    checks.check_device(OP, "global_scale", value, codes.device, "codes")
+    checks.check_tensor(op, name, value)
+    checks.check_dtype(op, name, value, (torch.float32,))
+    checks.check_device(op, name, value, codes.device, "codes")
     if value.numel() != 1:
-        raise checks.shape_error(OP, "global_scale", value, "one element")
+        raise checks.shape_error(op, name, value, "one element")
     return value
 
 

@@ -18,7 +18,7 @@ from .. import plan as plans
 from ..dispatch import increment_version, is_plain
 from ..library import register_with_out
 from ..plan import COMPILED, Kernel, Plan, choose
-from ..quantized_weight import E8M0, WEIGHT_FORMATS, QuantizedWeight
+from ..quantized_weight import DTYPES, E8M0, WEIGHT_FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment, row_stride
 from .call import call_registered, check, triton_kernels
 from .norm_concat import ARGUMENTS
@@ -49,6 +49,7 @@ class QuantizedProjection(NamedTuple):
 
     def check(self, sources: Sources) -> None:
         weight, bias, post_norm_weight, post_norm_eps = self
+        weight.check(OP)
         for name, tensor in zip(("codes", "scales", "global_scale"), weight.tensors, strict=True):
             if tensor is not None:
                 checks.check_device(OP, f"weight.{name}", tensor, sources.chunks[0].device, "chunks[0]")
@@ -56,9 +57,6 @@ class QuantizedProjection(NamedTuple):
         if width != sources.width:
             got = f"weight is {weight.format} of shape {(D, width)}"
             raise checks.error(ValueError, OP, got, expected_weight(sources))
-        if tuple(weight.scales.shape) != (expected := weight.scale_shape):
-            because = f"{weight.block[0]} x {weight.block[1]} of the weight have one"
-            raise checks.shape_error(OP, "weight.scales", weight.scales, str(expected), because)
         check_epilogue(sources, D, bias, post_norm_weight, post_norm_eps)
         checks.check_inference(OP, self.tensors)
 
@@ -124,7 +122,8 @@ def _in_fours(scales: Tensor) -> bool:
     return (scales.data_ptr() | row_stride(scales) * scales.element_size()) % 4 == 0
 
 
-_code_bits: dict[str, int] = {}  # by format: weight.code_bits takes 0.4 us
+# By format the bits and dtypes of codes, and the dtypes of scales: weight.code_bits takes 0.4 us.
+_parts: dict[str, tuple[int, tuple[torch.dtype, ...], tuple[torch.dtype, ...]]] = {}
 
 
 def _choose(
@@ -140,15 +139,20 @@ def _choose(
     they are left out."""
     chunks, num_chunks, _, _, _, _, residuals, _, _ = sources
     device, dtype, (columns, code_bytes) = chunks[0].device, chunks[0].dtype, of_codes
-    (block_rows, block_columns), format = weight.block, weight.format
-    code_bits = _code_bits.get(format) or _code_bits.setdefault(format, weight.code_bits)
+    (block_rows, block_columns), format, scales = weight.block, weight.format, weight.scales
+    parts = _parts.get(format) or _parts.setdefault(format, (weight.code_bits, *DTYPES[format]))
+    code_bits, codes_dtypes, scales_dtypes = parts
+    # A kernel goes by the dtypes alone: it reads e4m3 codes as int8 where a buffer of the layer was replaced by a view.
+    fits = weight.codes.dtype in codes_dtypes and scales is not None and scales.dtype in scales_dtypes
+    if not fits or (format == "nvfp4" and weight.global_scale is None):
+        weight.check(OP)
     # Most weights have one scale per row: this spares them `scaled_where`, which takes 0.5 us.
     in_blocks = block_columns * code_bits < code_bytes * 8
     scales_sums = in_blocks and weight.scaled_where(dtype) == "blocks"
     sizes = (num_chunks, rows, dtype, columns, widths, bool(residuals), has_post_norm)
     scaling = block_rows, block_columns, in_blocks, scales_sums
     bytes_aligned, elements_aligned, scales_aligned = aligned or (True, True, True)
-    of_codes = code_bits, format == "int8_row", weight.scales.dtype == E8M0, scales_aligned
+    of_codes = code_bits, format == "int8_row", scales.dtype == E8M0, scales_aligned
     return choose(PRIMITIVE, device, *sizes, bytes_aligned, elements_aligned, *scaling, *of_codes)
 
 
@@ -173,10 +177,14 @@ def run(sources: Sources, projection: QuantizedProjection, out: Tensor | None) -
         rows = sources.rows
     # The plan for aligned operands and chunks of one width first, as in norm_concat_linear.
     widths = (width if len(chunks) == num_chunks else width // num_chunks,)
-    of_codes = weight.codes.shape
+    try:
+        columns, _ = of_codes = weight.codes.shape
+    except (AttributeError, ValueError):  # a buffer of the layer that is None or no matrix
+        weight.check(OP)
+        raise
     plan = _choose(sources, weight, of_codes, rows, has_post_norm, widths)
     is_new = out is None
-    out = chunks[0].new_empty(rows, of_codes[0]) if out is None else out
+    out = chunks[0].new_empty(rows, columns) if out is None else out
     if plan.backend != "cpu":
         # CUDA's kernels take a single row whatever its stride is and, with block scales, a last chunk of any width. So
         # they could run where `explain`, or the plan of the same call with more rows, says another kernel.
