@@ -344,6 +344,17 @@ def test_export_with_a_dynamic_number_of_rows(stage: str) -> None:
         torch.testing.assert_close(module(*arguments), function(*make(length)), rtol=0, atol=0)
 
 
+def test_export_with_a_dynamic_width_of_a_chunk() -> None:
+    """The widths of the chunks are symbols then, which no set takes."""
+    h = torch.export.Dim("h", min=2, max=64)
+    function = Stage(lambda *arguments: ek.norm_concat(arguments[:2], norm_weight=arguments[2]))
+    arguments = lambda width: (rows(T, width), rows(T, width), rows(2, width))  # noqa: E731
+    program = torch.export.export(function, arguments(24), dynamic_shapes=(({1: h},) * 3,), strict=False)
+    for width in (24, 31):
+        call = arguments(width)
+        torch.testing.assert_close(program.module()(*call), function(*call), rtol=0, atol=0)
+
+
 GRAD_CALLS = {
     "norm_concat_linear": lambda x: ek.norm_concat_linear([x], rows(D, H)),
     "norm_concat_linear-weight": lambda x: ek.norm_concat_linear([rows(T, H)], x),

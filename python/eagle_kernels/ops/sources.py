@@ -360,7 +360,7 @@ def _check_gain_matrix(op: str, gain: Tensor, chunks: list[Tensor], num_chunks: 
     _check_chunks(op, chunks)
     widths = _chunk_widths(chunks, num_chunks)
     checks.check_operand(op, "norm_weight", gain, chunks[0], "chunks[0]", fp32_too=True)
-    if len(set(widths)) > 1:
+    if any(width != widths[0] for width in widths[1:]):  # no set: a trace has symbols for them
         because = f"the chunks have widths {widths}"
         raise checks.error(TypeError, op, "norm_weight is one tensor", f"a list of K={num_chunks}", because)
     if tuple(gain.shape) != (num_chunks, widths[0]):
