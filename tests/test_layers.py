@@ -181,6 +181,14 @@ def test_the_out_of_a_packed_layer_is_checked() -> None:
         assert torch.equal(out, before)
 
 
+@needs_packing
+def test_the_out_of_a_packed_layer_may_be_an_inference_tensor() -> None:
+    layer, chunks = make_layer().prepack(), torch.randn(T, K * H).bfloat16()
+    with torch.inference_mode():
+        out = torch.empty(T, D).bfloat16()
+    assert torch.equal(layer(chunks, out=out), layer(chunks))
+
+
 @pytest.mark.parametrize("named", ["chunks[1]", "residuals[0]", "sum_squares", "norm_weight"])
 def test_an_out_over_what_the_first_of_two_norms_reads_is_refused(named: str) -> None:
     """The op that writes it reads the first norm's result alone, and wrote over the input."""

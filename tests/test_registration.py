@@ -388,9 +388,16 @@ def test_inference_only(call: str) -> None:
             GRAD_CALLS[call](x)
 
 
-# One for every argument that an op writes.
+# One for every argument that an op writes, and for every way in which torch ends a projection.
 WRITING_CALLS = {
     "norm_concat_linear": lambda out: ek.norm_concat_linear([rows(T, H)], rows(H, H), out=out),
+    "norm_concat_linear-bias": lambda out: ek.norm_concat_linear([rows(T, H)], rows(H, H), bias=rows(H), out=out),
+    "norm_concat_linear-post_norm": lambda out: ek.norm_concat_linear(
+        [rows(T, H)], rows(H, H), post_norm_weight=rows(H), out=out
+    ),
+    "norm_concat_linear-codes": lambda out: ek.norm_concat_linear(
+        [rows(T, H)], ek.quantize(rows(H, H), "fp8_row"), out=out
+    ),
     "norm_concat": lambda out: ek.norm_concat([rows(T, H)], out=out),
     "capture_hidden": lambda out: ek.capture_hidden(rows(T, H), out=out),
     "capture_hidden-sum_squares": lambda out: ek.capture_hidden(
@@ -426,11 +433,16 @@ def test_autograd_sees_what_is_written(call: str, path: Callable, kernel: str) -
             product.sum().backward()
 
 
+@pytest.mark.parametrize("kernel", ["preferred", "reference", "two steps"])
+@pytest.mark.parametrize("path", [contextlib.nullcontext, Dispatched], ids=["plain", "registered"])
 @pytest.mark.parametrize("call", WRITING_CALLS)
-def test_inference_tensors_have_no_version_and_are_written(call: str) -> None:
+def test_inference_tensors_have_no_version_and_are_written(call: str, path: Callable, kernel: str) -> None:
+    """Outside inference mode too. Where torch's own ops end a call, by its T and backend, they refused it."""
+    limited = fused_up_to(-1) if kernel == "two steps" else contextlib.nullcontext()
     with torch.inference_mode():
         out = torch.full((T, H), torch.nan).bfloat16()
-    WRITING_CALLS[call](out)
+    with limited, environment_of(**{"EAGLE_KERNELS_BACKEND": "reference"} if kernel == "reference" else {}), path():
+        WRITING_CALLS[call](out)
     assert not out.isnan().all()
 
 

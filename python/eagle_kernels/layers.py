@@ -15,6 +15,7 @@ from .dispatch import is_plain
 from .drafter_config import Eagle3Config
 from .ops import norm_concat_linear_quantized as quantized
 from .ops import vocab_parallel_embedding
+from .ops.call import copied
 from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
@@ -212,7 +213,7 @@ class Eagle3Projection(LoadsProjections):
         if out is None:
             return projected
         _check_out(sources, out, fc.out_features, ("bias", fc.bias))
-        return out.copy_(projected)
+        return copied(projected, out)
 
 
 def _check_out(sources: Sources, out: Tensor, columns: int, *more: tuple[str, Tensor | None]) -> None:

@@ -4,12 +4,15 @@ A record is the NamedTuple of an op's normalized arguments, in the order of its 
 message for whatever is wrong, and its `reference` computes the result in plain torch.
 """
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .. import library
 from ..dispatch import increment_version
@@ -33,6 +36,18 @@ class Record(Primitive, Protocol):
         """Plain torch, any device."""
 
 
+def writing(*outputs: Tensor) -> contextlib.AbstractContextManager:
+    """The mode in which torch's ops write these. They refuse an inference tensor outside of it; no kernel here does."""
+    if not is_compiling() and any(out.is_inference() for out in outputs):  # Dynamo breaks the graph at the question
+        return torch.inference_mode()
+    return contextlib.nullcontext()
+
+
+def copied(values: Tensor, out: Tensor) -> Tensor:
+    with writing(out):
+        return out.copy_(values)
+
+
 def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
     """Write the record's outputs with the kernel that the plan names, and increment their versions for autograd."""
     if plan.backend in COMPILED:
@@ -42,7 +57,8 @@ def run(record: Record, plan: Plan, outputs: Sequence[Tensor]) -> None:
         triton_kernels(plan.op).run(record)
     else:
         record.check()
-        record.reference()
+        with writing(*outputs):
+            record.reference()
     increment_version(outputs)
 
 

@@ -24,7 +24,7 @@ from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import QuantizedWeight
 from ..triton_kernels.alignment import alignment
 from . import norm_concat_linear_quantized as quantized
-from .call import call_registered, check, run_primitive, triton_kernels
+from .call import call_registered, check, copied, run_primitive, triton_kernels, writing
 from .norm_concat import ARGUMENTS, NormConcat
 from .projection import OP, Projection, eps_name, expected_weight, project_formula
 from .sources import Sources, formula, is_number
@@ -274,13 +274,14 @@ def _project(normed: Tensor, projection: Projection, norm_offset: float, out: Te
     weight, bias, post_norm_weight, _ = projection
     if post_norm_weight is not None or (bias is not None and bias.dtype != weight.dtype):
         projected = project_formula(normed.float(), projection, norm_offset)
-        return projected.to(weight.dtype) if out is None else out.copy_(projected)
+        return projected.to(weight.dtype) if out is None else copied(projected, out)
     if normed.is_cpu:
         normed, weight = in_whole_tiles(normed), in_whole_tiles(weight)
     if out is not None and bias is None and out.is_contiguous():
-        return torch.mm(normed, weight.t(), out=out)
+        with writing(out):
+            return torch.mm(normed, weight.t(), out=out)
     projected = F.linear(normed, weight, bias)  # a strided out costs one copy
-    return projected if out is None else out.copy_(projected)
+    return projected if out is None else copied(projected, out)
 
 
 # Columns that oneDNN's AMX product reads at once. Where a row ends inside a tile, it also reads the next row's first

@@ -20,7 +20,7 @@ from ..library import register_with_out
 from ..plan import COMPILED, Kernel, Plan, choose
 from ..quantized_weight import DTYPES, E8M0, WEIGHT_FORMATS, QuantizedWeight
 from ..triton_kernels.alignment import alignment, row_stride
-from .call import call_registered, check, triton_kernels
+from .call import call_registered, check, copied, triton_kernels
 from .norm_concat import ARGUMENTS
 from .projection import OP, Projection, check_epilogue, eps_name, expected_weight, project_formula
 from .sources import Sources, formula
@@ -100,7 +100,7 @@ class NormConcatLinearQuantized(NamedTuple):
                 return self.reference()
         dense = Projection(weight.dequantize(torch.float32), bias, post_norm_weight, post_norm_eps)
         normed = formula(sources).to(out.dtype).float()
-        out.copy_(project_formula(normed, dense, sources.norm_offset))
+        copied(project_formula(normed, dense, sources.norm_offset), out)
 
 
 def _for_primitive(sources: Sources, projection: QuantizedProjection, out: Tensor, kernel: int) -> tuple:
