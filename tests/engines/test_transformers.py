@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,13 +177,39 @@ def test_a_forward_that_fails_does_not_spoil_the_next(gemma3: torch.nn.Module) -
             "same states",
             id="twice",
         ),
+        pytest.param(
+            list(torch.tensor([1, 1])),
+            "transformers.capture: boundaries is [1, 1], expected each boundary once, because two slots would hold the "
+            "same states",
+            id="twice-in-tensors",
+        ),
+        pytest.param(["a", 1], "transformers.capture: boundaries[0] is a str, expected an int", id="str"),
+        pytest.param([[1], [2]], "transformers.capture: boundaries[0] is a list, expected an int", id="lists"),
+        pytest.param(None, "transformers.capture: boundaries is a NoneType, expected a sequence of ints", id="none"),
+        pytest.param(5, "transformers.capture: boundaries is a int, expected a sequence of ints", id="int"),
     ],
 )
-def test_bad_boundaries_set_no_hook(gemma3: torch.nn.Module, boundaries: list[int], message: str) -> None:
+def test_bad_boundaries_set_no_hook(gemma3: torch.nn.Module, boundaries: Any, message: str) -> None:
     buffer, before = ek.AuxHiddenStates(8, 2, H), hooks_of(gemma3)
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"), capture(gemma3, boundaries, buffer):
+    raises = pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$")
+    with raises, capture(gemma3, boundaries, buffer):
         pass
     assert hooks_of(gemma3) == before
+
+
+def test_boundaries_may_be_any_ints_and_are_read_once(gemma3: torch.nn.Module) -> None:
+    captured = [ek.AuxHiddenStates(8, 2, H) for _ in range(3)]
+    ids = random_ids(1, 3)
+    for buffer, boundaries in zip(captured, ([0, 2], torch.tensor([0, 2]), (k for k in (0, 2))), strict=True):
+        with capture(gemma3, boundaries, buffer):
+            gemma3(ids)
+    assert captured[0].buffer.any() and all(same_bits(each.buffer, captured[0].buffer) for each in captured)
+
+
+def test_a_buffer_of_another_type_is_refused(gemma3: torch.nn.Module) -> None:
+    message = "^transformers.capture: buffer is a NoneType, expected an AuxHiddenStates$"
+    with pytest.raises(TypeError, match=message), capture(gemma3, [0], None):
+        pass
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:

@@ -30,14 +30,14 @@ def capture(
         row: where the rows of a forward begin, for a prefill in several chunks.
 
     Raises:
-        TypeError: the model has no decoder layers.
+        TypeError: the model has no decoder layers, a boundary is no int, or the buffer is no AuxHiddenStates.
         ValueError: a boundary outside [0, N] or there twice, or another number of boundaries than slots: no hook is
             set. In a forward: more rows than the buffer has, before anything is written; or fewer rows than at the
             first boundary (Gemma 4 drops prompt rows in front of its KV-shared layers when logits_to_keep is set).
         RuntimeError: in a forward, where a captured layer ran twice or not at all.
     """
     layers = _layers(model)
-    _check_boundaries(boundaries, len(layers), buffer)
+    boundaries = _checked_boundaries(boundaries, len(layers), buffer)
     forward = _Forward(boundaries, buffer, row)
     decoder = model.get_decoder()
     with contextlib.ExitStack() as hooks:
@@ -86,8 +86,11 @@ def _layers(model: Any) -> nn.ModuleList:
     return layers
 
 
-def _check_boundaries(boundaries: Sequence[int], num_layers: int, buffer: AuxHiddenStates) -> None:
-    got = f"boundaries is {list(boundaries)}"
+def _checked_boundaries(boundaries: Any, num_layers: int, buffer: Any) -> list[int]:
+    checks.check_type(OP, "buffer", buffer, AuxHiddenStates, "an AuxHiddenStates")
+    boundaries = checks.check_sequence(OP, "boundaries", boundaries, "a sequence of ints")
+    boundaries = [checks.check_int(OP, f"boundaries[{k}]", boundary) for k, boundary in enumerate(boundaries)]
+    got = f"boundaries is {boundaries}"
     if len(boundaries) != buffer.num_chunks:
         because = "the buffer has that many slots"
         raise checks.error(ValueError, OP, got, f"{buffer.num_chunks} of them", because)
@@ -96,6 +99,7 @@ def _check_boundaries(boundaries: Sequence[int], num_layers: int, buffer: AuxHid
     for boundary in boundaries:
         if not 0 <= boundary <= num_layers:
             raise checks.error(ValueError, OP, f"boundary is {boundary}", f"one in [0, {num_layers}]")
+    return boundaries
 
 
 def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> RemovableHandle:
