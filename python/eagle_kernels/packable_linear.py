@@ -50,7 +50,8 @@ class PackableLinear(DenseLinear):
     """A dense layer whose weight can live in oneDNN's blocked layout, in place of the dense one: one copy either way.
 
     state_dict and a pickle always have the dense weight; loading or copying a packed layer packs it again. Assigning a
-    weight makes the layer dense.
+    weight makes the layer dense. A spawned process has to get the layer before it is packed, as torch.multiprocessing
+    shares memory, and that of the dense weight in a pickle is gone before the child opens it.
     """
 
     packed: Tensor | None = None
