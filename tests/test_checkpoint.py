@@ -339,15 +339,22 @@ def test_a_tensor_that_torch_cannot_have_is_named(dtype: str, shape: list[int], 
         eagle3_layer().load_checkpoint(tmp_path)
 
 
+class OfBytes(os.PathLike):
+    def __fspath__(self) -> bytes:
+        return b"a"
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
         (5, "weights is a int, expected a safetensors file or folder, or tensors by name"),
         ({5: torch.zeros(1)}, "weights has 5, expected tensors by name"),
+        ("a\0b", "weights is 'a\\x00b', expected the name of a file or folder"),
+        (OfBytes(), "weights is b'a', expected the name of a file or folder"),
     ],
 )
 def test_weights_of_another_type_are_worded(weights: object, message: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'Eagle3Projection.load_checkpoint: {message}')}$"):
         eagle3_layer().load_checkpoint(weights)
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import eagle_kernels as ek
 from backends import environment_of
@@ -640,6 +640,10 @@ NOT_PLAIN = {
     "sparse": (lambda good: good.to_sparse(), "has layout torch.sparse_coo, expected torch.strided"),
     "csr": (lambda good: good.to_sparse_csr(), "has layout torch.sparse_csr, expected torch.strided"),
     "nested": (lambda good: torch.nested.nested_tensor(list(good)), "is a nested tensor, expected a dense one"),
+    "uninitialized": (
+        lambda good: nn.UninitializedParameter(requires_grad=False, dtype=good.dtype),
+        "is a UninitializedParameter, expected an initialized tensor",
+    ),
     "zeros": (
         lambda good: torch._efficientzerotensor(good.shape, dtype=good.dtype),
         "is a lazy view, expected a tensor with memory of its own values: its clone()",
@@ -732,6 +736,18 @@ def test_a_list_in_place_of_a_tensor(call: str, name: str, what: str, backend: s
     message = f"^{function.__name__}: {name} is a list, expected a torch.Tensor$"
     with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises(TypeError, match=message):
         function(**arguments)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested tensors in beta
+@pytest.mark.parametrize("op", ["norm_concat", "norm_concat_linear"])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_a_nested_tensor_among_the_chunks(layout: torch.layout, op: str) -> None:
+    """Its width was read before the checks, to allocate the result."""
+    nested = torch.nested.nested_tensor([rows(2, H), rows(2, H)], layout=layout)
+    arguments = {"chunks": [rows(T, H), nested]} | ({"weight": rows(D, 2 * H)} if op == "norm_concat_linear" else {})
+    message = f"^{op}: chunks\\[1\\] is a nested tensor, expected a dense one$"
+    with pytest.raises(TypeError, match=message):
+        getattr(ek, op)(**arguments)
 
 
 def all_tensors(arguments: dict) -> list[Tensor]:

@@ -50,7 +50,11 @@ def open_checkpoint(op: str, weights: Weights) -> Checkpoint:
     if not isinstance(weights, (str, os.PathLike)):
         got = f"weights is a {type(weights).__name__}"
         raise checks.error(TypeError, op, got, "a safetensors file or folder, or tensors by name")
-    path = Path(weights)
+    name = os.fspath(weights)
+    if not isinstance(name, str) or "\0" in name:
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise checks.error(kind, op, f"weights is {name!r}", "the name of a file or folder")
+    path = Path(name)
     readers = {name: partial(read_tensor, op, handle, name) for name, handle in open_tensors(op, path).items()}
     return Checkpoint(readers, config_of(op, path if path.is_dir() else path.parent), op)
 

@@ -65,7 +65,12 @@ def norm_concat(
 def concatenate(sources: Sources, out: Tensor | None = None) -> Tensor:
     """The op for arguments that are a record already."""
     if is_plain(sources.chunks[0], *sources.operands, out) and sources.chunks[0].dim() == 2:
-        out = sources.chunks[0].new_empty(sources.rows, sources.width) if out is None else out
+        if out is None:
+            try:
+                out = sources.chunks[0].new_empty(sources.rows, sources.width)
+            except RuntimeError:  # a nested tensor has no width
+                sources.check(OP)
+                raise
         run(NormConcat(sources, out), _plan(sources), (out,))
         return out
     sources.check(OP)

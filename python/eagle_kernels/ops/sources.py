@@ -77,7 +77,11 @@ class Sources(NamedTuple):
         if norm == "chunk" and norm_weight is not None:
             # In the record one entry stands for all K. Only here is it known to be a matrix or a list of one vector.
             if matrix is not None:
-                if matrix.dim() != 2:
+                try:
+                    is_matrix = matrix.dim() == 2
+                except ValueError:  # an uninitialized parameter
+                    is_matrix = False
+                if not is_matrix:
                     _check_gain_matrix(op, matrix, chunks, num_chunks)
             elif len(gains) < 2:
                 _check_gain_vectors(op, gains, chunks, num_chunks)
@@ -256,9 +260,11 @@ def _count_chunks(
             "a packed chunks does not say where it splits",
         )
     first = gains[0]
-    if len(gains) > 1 or not isinstance(first, Tensor) or first.dim() != 2:
+    if len(gains) > 1 or not isinstance(first, Tensor):
         return len(gains)
-    checks.check_tensor(op, "norm_weight", first)
+    checks.check_strided(op, "norm_weight", first)
+    if first.dim() != 2:
+        return 1
     if first.shape[0] == 0:
         raise checks.shape_error(op, "norm_weight", first, "(K, H) with K >= 1")
     return first.shape[0]
