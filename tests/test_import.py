@@ -11,15 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from backends import needs_compiled
 from eagle_kernels import library
+
+ROOT = Path(__file__).resolve().parent.parent
 
 _SCRIPT = """
 import importlib.util, json, sys
 import torch
 before = set(sys.modules)
 import eagle_kernels
+in_dir = set(dir(eagle_kernels))
 print(json.dumps({
     "modules": sorted(set(sys.modules) - before),
     "triton": "triton" in sys.modules,
@@ -28,6 +32,7 @@ print(json.dumps({
     "top_level": [name for name in ("triton_kernels", "bench", "python", "ops", "tests", "csrc")
                   if importlib.util.find_spec(name) is not None],
     "names": [name for name in eagle_kernels.__all__ if not hasattr(eagle_kernels, name)],
+    "not_in_dir": [name for name in eagle_kernels.__all__ if name not in in_dir],
 }))
 """
 
@@ -57,6 +62,37 @@ def test_installs_no_other_top_level_name(imported: dict) -> None:
 
 def test_all_is_importable(imported: dict) -> None:
     assert imported["names"] == []
+
+
+def test_dir_has_all_before_a_lazy_name_is_used(imported: dict) -> None:
+    """help() and the API page show what dir has."""
+    assert imported["not_in_dir"] == []
+    assert "automodule:: eagle_kernels\n   :members:\n" in (ROOT / "docs/api.md").read_text("utf-8")
+
+
+_LOAD = """
+import sys, torch, eagle_kernels
+program = torch.export.load(sys.argv[1])
+print(*(node.target for node in program.graph.nodes if node.op == "call_function"))
+"""
+
+
+class _Store(torch.nn.Module):
+    def forward(self, kv: torch.Tensor, cos_sin: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(kv.shape[0])
+        torch.ops.eagle_kernels.store_context_kv(kv, None, 1e-6, 0.0, 8, cos_sin, 0, False, index, index, k, v)
+        return k + v
+
+
+def test_a_saved_graph_with_any_op_loads_after_the_import_alone(tmp_path: Path) -> None:
+    """store_context_kv was registered once ContextKV had been used: the graph could not be loaded before."""
+    arguments = torch.randn(3, 16), torch.rand(9, 4), torch.zeros(5, 1, 8), torch.zeros(5, 1, 8)
+    program = torch.export.export(_Store(), arguments, strict=False)
+    torch.export.save(program, tmp_path / "store.pt2")
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(tmp_path / "store.pt2")], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "eagle_kernels.store_context_kv.default" in run.stdout, run.stderr
 
 
 _CALL = """

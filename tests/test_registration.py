@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kernels as ek
-import eagle_kernels.ops.store_context_kv  # registers it
 from backends import environment_of, fused_up_to
 from guards import same_bits
 

@@ -10,6 +10,7 @@ from .layers import Eagle3Projection, VocabParallelEmbedding
 from .mtp_config import MTPConfig
 from .mtp_projection import MTPProjection
 from .ops import *  # noqa: F403
+from .ops import store_context_kv as _store_context_kv  # noqa: F401  # a saved graph of ContextKV needs it registered
 from .quantized_weight import QuantizedWeight, quantize
 from .version import __version__
 from .vocab_shard import VocabShard, shard_vocab_weight
@@ -31,6 +32,9 @@ else:
         from importlib import import_module
 
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+
+    def __dir__() -> list[str]:  # else help() and the API page leave out what is lazy
+        return sorted({*globals(), *_LAZY})
 
 
 # Type checkers understand this form, and only `ops` lists the ops.
