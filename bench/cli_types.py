@@ -110,7 +110,11 @@ def png(text: str) -> Path:
 def percentage(text: str) -> float:
     """An argparse type: `5%` or `0.05` as a fraction of at least 0."""
     fraction = number(0, float)(text.removesuffix("%"))
-    return fraction / 100 if text.endswith("%") else fraction
+    if text.endswith("%"):
+        return fraction / 100
+    if fraction >= 1:  # 5 is hardly meant as 500 %
+        raise argparse.ArgumentTypeError(f"{text!r} is a fraction of 1 or more, write {text}%")
+    return fraction
 
 
 def add_stage_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1019,6 +1019,7 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         (["plot", "a.json", "--out", f"{'x' * 300}.png"], ".png: File name too long", []),
         (["compare", "/proc/a.json", "/proc/b.json"], "/proc/a.json: No such file", []),
         (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
+        (["compare", "a", "b", "--tolerance", "5"], "'5' is a fraction of 1 or more, write 5%", []),
         ([*BENCH, "--threads", "0"], "'0' is not a number of at least 1", []),
         ([*BENCH, "--min-time", "fast"], "'fast' is not a number of at least 0", []),
         ([*BENCH, "--min-time", "inf"], "'inf' is not a number of at least 0", []),

@@ -22,7 +22,8 @@ def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("base", type=Path, metavar="BASE", help="a file that bench --json wrote")
     add("new", type=Path, metavar="NEW", help="a later one")
-    add("--tolerance", type=cli_types.percentage, default=0.05, metavar="5%", help="slower by this is the same (5%%)")
+    help_text = "slower by this is the same: 5%% (default) or 0.05"
+    add("--tolerance", type=cli_types.percentage, default=0.05, metavar="5%", help=help_text)
     add("--fail-on-regression", action="store_true", help="exit 1 where a row became slower, wrong or failed")
 
 
