@@ -229,6 +229,8 @@ def test_a_slot_that_is_left_out_is_named(buffer: ek.AuxHiddenStates) -> None:
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"), buffer.step(T) as step:
         step.capture(0, hidden[:3])
         step.capture(1, hidden)
+    with pytest.raises(RuntimeError, match="call its capture, not the buffer's"), buffer.step(T):
+        buffer.capture(0, hidden)
     with pytest.raises(ZeroDivisionError), buffer.step(T):
         raise ZeroDivisionError
 

@@ -31,7 +31,7 @@ class AuxHiddenStates:
     `capture(k, hidden, residual)` writes round(hidden + residual), or the mean of an mHC target's streams, into slot k.
     This replaces the `cat` that engines run afterwards. Pass `packed(T)` to `norm_concat_linear` or `Eagle3Projection`,
     together with `row_sum_squares(T)` so that the statistics are not computed again. `step(T)` takes the captures of
-    one forward and raises if a slot is written twice or never.
+    one forward (`CaptureStep`) and raises if a slot is written twice or never.
 
     Args:
         max_tokens: rows of the buffer; padded rows may hold anything, rows above T are neither read nor written.
@@ -110,7 +110,13 @@ class AuxHiddenStates:
         self._views[k, row, hidden.shape] = _SlotViews(out.detach(), squares.detach())
 
     def step(self, rows: int, *, row: int = 0) -> CaptureStep:
-        """One forward of the target, which has to write rows [row, row + rows) of every slot exactly once."""
+        """One forward of the target:
+
+            with buffer.step(T) as step:
+                step.capture(k, hidden, residual)  # at each boundary; what goes to `buffer.capture` does not count
+
+        It has to write rows [row, row + rows) of every slot exactly once: see `CaptureStep`.
+        """
         return CaptureStep(self, rows, row)
 
     def packed(self, rows: int) -> Tensor:
@@ -167,6 +173,8 @@ class CaptureStep:
         if short:
             got = ", ".join(f"slot {k} has {rows}" for k, rows in short.items())
             because = "the layers in front of those boundaries did not run, or not for all rows"
+            if not any(self.captured):
+                because = "nothing was captured through the step: call its capture, not the buffer's"
             raise checks.error(RuntimeError, "CaptureStep.finish", got, f"{self.rows} rows in each", because)
 
     def __enter__(self) -> CaptureStep:

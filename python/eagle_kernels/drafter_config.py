@@ -238,8 +238,8 @@ class Eagle3Config:
         defaults to hidden_size, eps to 1e-6 (LlamaConfig's), norm_before_residual to True for speculators' eagle3 and
         else to False. Layer ids of speculators and of `eagle_config.layer_ids` are boundaries.
 
-        speculators 0.9 trains with norm_before_residual, norm_before_fc and norm_output by default and writes all three
-        into every config; a config without them is older than these fields, and its drafter was trained with False.
+        speculators 0.9 trains with norm_before_fc and norm_output by default and writes both into every config; one
+        without them is older than these fields, and its drafter was trained with False.
 
         Args:
             config: a dict (parsed config.json) or any object with those attributes (`PretrainedConfig`).

@@ -141,8 +141,9 @@ class Eagle3Projection(LoadsProjections):
     def quantize(self, format: str) -> Eagle3Projection:
         """Round fc.weight to a format of `QuantizedWeight`, so that each call reads half of its bytes or fewer.
 
-        "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. On
-        CPUs with AMX it is 1.2x to 1.3x as fast up to 32 rows; elsewhere it takes the same time or more.
+        "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. Of
+        K = 3, H = D = 4096 a CPU with AMX is 1.11x as fast at one row and 1.20x at 8 and 16, one with AVX-512-BF16
+        1.10x, 1.08x and 1.03x (docs/results.md); a GPU dequantizes it in every call.
 
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """
@@ -318,6 +319,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @property
     def own_scale(self) -> float | Tensor | None:
+        """What multiplies the rows: a float, a 0-d tensor on the table's device, or None."""
         return self.scale if self.scale_tensor is None else self.scale_tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

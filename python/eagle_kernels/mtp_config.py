@@ -37,7 +37,8 @@ class MTPConfig:
         embedding_prenormed: the target norms the embedding before enorm does (Inkling), so the layer needs `embeds`.
         mask_position_zero: the embedding is set to zero where the position is 0, before its norm.
         chain: what the next draft step reads. "normed" and "pre-norm" are `ChainedHiddenStates` with norm_output True
-            and False; "target" is the target's state again, "projected" the normed output projected to H.
+            and False; "target" is the target's state again, "streams" the layer's residual streams (DeepSeek-V4), and
+            "projected" the normed output projected to H.
     """
 
     hidden_size: int

@@ -1,24 +1,4 @@
-"""Quantized weights in the layout of their checkpoints: codes and their scales.
-
-    W[d, c] = codes[d, c] * scales[d // block rows, c // block columns] * global_scale
-
-| format | codes | scale of | scales |
-|---|---|---|---|
-| fp8_tensor | e4m3 [D, W] | the whole weight | fp32 [1] |
-| fp8_row | e4m3 [D, W] | a row | fp32 [D] or [D, 1] |
-| fp8_block128 | e4m3 [D, W] | 128 rows x 128 columns | fp32 or e8m0 [ceil(D/128), ceil(W/128)] |
-| fp8_block32 | e4m3 [D, W] | 32 rows x 32 columns | fp32 or e8m0 [ceil(D/32), ceil(W/32)] |
-| int8_row | int8 [D, W] | a row | fp32 [D] or [D, 1] |
-| mxfp8 | e4m3 [D, W] | 32 columns of a row | e8m0 [D, W/32] |
-| mxfp4 | e2m1 [D, W/2] | 32 columns of a row | e8m0 [D, W/32] |
-| nvfp4 | e2m1 [D, W/2] | 16 columns of a row | e4m3 [D, W/16], and global_scale |
-
-W here is K*H, the width of what is projected. A uint8 has two e2m1 codes, the even column in the low four bits. e8m0 is
-torch.float8_e8m0fnu or its bytes b as uint8: 2^(b - 127), and NaN for 255 (OCP Microscaling Formats 1.0).
-
-`CompressedWeight` is not quantized: it is bf16, exactly, in 12 bits a number (`bf16_12bit`). No checkpoint has it;
-`quantize` makes it.
-"""
+"""Quantized weights in the layout of their checkpoints: codes and their scales (the formats: `QuantizedWeight`)."""
 
 from __future__ import annotations
 
@@ -87,11 +67,28 @@ DTYPES = {
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight [D, W] of codes and scales, for `norm_concat_linear` and the modules; nothing is copied or converted.
+    """W[d, c] = codes[d, c] * scales[d // block rows, c // block columns] * global_scale, a weight [D, W] of W = K*H
+    columns for `norm_concat_linear` and the modules; nothing is copied or converted.
+
+    ============  =============  =======================  ===============================================
+    format        codes          scale of                 scales
+    ============  =============  =======================  ===============================================
+    fp8_tensor    e4m3 [D, W]    the whole weight         fp32 [1]
+    fp8_row       e4m3 [D, W]    a row                    fp32 [D] or [D, 1]
+    fp8_block128  e4m3 [D, W]    128 rows x 128 columns   fp32 or e8m0 [ceil(D/128), ceil(W/128)]
+    fp8_block32   e4m3 [D, W]    32 rows x 32 columns     fp32 or e8m0 [ceil(D/32), ceil(W/32)]
+    int8_row      int8 [D, W]    a row                    fp32 [D] or [D, 1]
+    mxfp8         e4m3 [D, W]    32 columns of a row      e8m0 [D, W/32]
+    mxfp4         e2m1 [D, W/2]  32 columns of a row      e8m0 [D, W/32]
+    nvfp4         e2m1 [D, W/2]  16 columns of a row      e4m3 [D, W/16], and global_scale
+    ============  =============  =======================  ===============================================
+
+    A uint8 has two e2m1 codes, the even column in the low four bits. e8m0 is torch.float8_e8m0fnu or its bytes b as
+    uint8: 2^(b - 127), and NaN for 255 (OCP Microscaling Formats 1.0). `quantize` makes one format more, bf16_12bit.
 
     Args:
-        codes, scales: as in the module's table; row strides free, last stride 1.
-        format: a key of the table.
+        codes, scales: as in the table; row strides free, last stride 1.
+        format: a name of the table.
         global_scale: fp32, one element or a float; multiplies everything. nvfp4 needs it: ModelOpt's weight_scale_2, or
             1 / weight_global_scale of compressed-tensors.
         shard_rows: the number of rows of each weight that an engine or a checkpoint has merged into this one along D,
@@ -171,11 +168,13 @@ class QuantizedWeight:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
+        """(ceil(D / block rows), ceil(W / block columns)), the shape of `scales`."""
         (D, W), (rows, columns) = self.shape, self.block
         return _ceil(D, rows), _ceil(W, columns)
 
     @property
     def code_bits(self) -> int:
+        """Bits of one code: 8 or 4, and 12 of bf16_12bit."""
         return FORMATS[self.format].bits
 
     @property
@@ -185,6 +184,7 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codes, scales, global_scale)."""
         return self.codes, self.scales, self.global_scale
 
     @staticmethod
@@ -422,7 +422,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
 
     Args:
         weight: bf16, fp16 or fp32.
-        format: a key of the table in `eagle_kernels.quantized_weight`, or "bf16_12bit".
+        format: a name of the table of `QuantizedWeight`, or "bf16_12bit".
 
     Raises:
         TypeError, ValueError: a weight that is no matrix, is not finite, or whose columns are not a multiple of the

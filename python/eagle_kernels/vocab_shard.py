@@ -1,15 +1,8 @@
 """Which rows of a vocabulary table one tensor-parallel rank has, and where: the layout both engines pad to.
 
-With pad(v, p) = ceil(v / p) * p, org = the vocabulary the model was trained with, added = ids appended to it:
-
-    P     = padding_size if pad(org, padding_size) % tp == 0 else padding_size * tp
-    orgp  = pad(org, P),  total = pad(orgp + added, P),  rows = total / tp,  o = orgp / tp,  a = (total - orgp) / tp
-
-    local rows of rank r:  [0, ..)  original ids [r*o, (r+1)*o) clamped to org           | zero rows up to o
-                           [o, ..)  added ids [org + r*a, org + (r+1)*a) clamped to V    | zero rows up to `rows`
-
-Source: `VocabParallelEmbedding` of SGLang 0.5.23 and vLLM 0.33, which agree row for row; vLLM raises where P widens.
-Slicing the table by ceil(V / tp), as SGLang's Gemma models do for a drafter, gives this layout iff pad(V, P) - V < tp.
+Source: `VocabParallelEmbedding` of SGLang 0.5.23 and vLLM 0.33, which agree row for row; vLLM raises where P (see
+`VocabShard.build`) widens. Slicing the table by ceil(V / tp), as SGLang's Gemma models do for a drafter, gives this
+layout iff pad(V, P) - V < tp.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +21,7 @@ class VocabShard:
                         v - added_begin + added_row      if added_begin <= v < added_end
                         none, so the id's row is zero    otherwise
 
-    `rows` counts the local rows, padding included; `padding` is the P of the module docstring.
+    `rows` counts the local rows, padding included; `padding` is P in the formula of `build`.
     """
 
     num_embeddings: int
@@ -57,7 +50,14 @@ class VocabShard:
         org_num_embeddings: int | None = None,
         padding_size: int = 64,
     ) -> "VocabShard":
-        """Lay out `num_embeddings` ids over `tp_size` ranks by the formula of the module docstring.
+        """The rows of rank r, with pad(v, p) = ceil(v / p) * p and added = V - org, ids appended to the original ones:
+
+            P     = padding_size if pad(org, padding_size) % tp == 0 else padding_size * tp
+            orgp  = pad(org, P),  total = pad(orgp + added, P),  rows = total / tp
+            o     = orgp / tp,  a = (total - orgp) / tp
+
+            [0, o)     original ids [r*o, (r+1)*o) clamped to org, then zero rows
+            [o, rows)  added ids [org + r*a, org + (r+1)*a) clamped to V, then zero rows
 
         Args:
             num_embeddings: V, original and added ids together.

@@ -33,7 +33,8 @@ def add_rms_norm(
     out: Tensor | None = None,
     out_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """normed, sum of the formula above, each rounded once from fp32.
+    """sum = round(hidden + residual);  normed = round(s * rsqrt(mean(s^2) + eps) * (norm_offset + weight)), where s is
+    hidden + residual in fp32, unrounded.
 
     Args:
         hidden, residual: [T, H] (or one row [H]), bf16, fp16 or fp32; row strides are free, the last stride is 1.

@@ -35,7 +35,8 @@ def norm_concat(
     num_chunks: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """out[i] = round(concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k))), fp32 until the one rounding.
+    """out[i] = round(concat_k(value_k[i] * rstd_k[i] * (norm_offset + gain_k))), fp32 until the one rounding, where
+    rstd_k[i] = rsqrt(mean(value_k[i]^2) + eps_k), of the whole concat for norm="concat", 1 for "none".
 
     Args:
         chunks: K tensors [T_k, H_k] (row stride free, last stride 1), or one packed [T, K*H]; 1-D rows are legal.
