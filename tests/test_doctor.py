@@ -1186,7 +1186,14 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.drafter.update({"eagle_config": {IDS: [1, 4, 7]}}),
         [
             ("engine-layers", (V1,), "captures the boundaries [1, 4, 7], and the config means [2, 5, 8]"),
-            ("engine-layers", (V2,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8]"),
+            ("engine-layers", (V2,), "takes its default: the boundaries [2, 6, 9], and the config means [2, 5, 8]"),
+        ],
+    ),
+    "ids of a target that is too shallow for the default": (
+        lambda c: (c.target.update(num_hidden_layers=5), c.drafter.update({"eagle_config": {IDS: [0, 1, 2]}})),
+        [
+            ("engine-layers", (V1,), "captures the boundaries [0, 1, 2], and the config means [1, 2, 3]"),
+            ("engine-layers", (V2,), "does not read the config's layer ids and takes its default: capture_layers: "),
         ],
     ),
     "ids at the top, four of them": (
@@ -1195,7 +1202,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.update({"fc.weight": torch.ones(D, 4 * H), "fc_norm.3.weight": torch.ones(H)}),
         ),
         [
-            ("engine-layers", (SGLANG,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
+            ("engine-layers", (SGLANG,), "its default: the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
             ("engine-chunks", (SGLANG,), "builds fc for K = 3, and the config means K = 4 (vllm#54526)"),
             ("engine-layers", (V1,), "captures the boundaries [1, 4, 7, 9], and the config means [2, 5, 8, 10]"),
             ("engine-chunks", (V1,), "builds fc for K = 3"),
@@ -1214,7 +1221,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.weights.update({"fc.weight": torch.ones(D, 4 * H), "fc_norm.3.weight": torch.ones(H)}),
         ),
         [
-            ("engine-layers", (SGLANG,), "captures the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
+            ("engine-layers", (SGLANG,), "its default: the boundaries [2, 6, 9], and the config means [2, 5, 8, 10]"),
             *(
                 (trap, (engine,), "")
                 for engine in (V1, V2)
@@ -1249,7 +1256,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [
             ("layers", ALL, "use_aux_hidden_state is False, but not in eagle_config, where engines look for it"),
             ("engine-layers", (V1,), "captures the boundaries [6], and the config means [7]"),
-            ("engine-layers", (V2,), "captures the boundaries [2, 6, 9], and the config means [7]"),
+            ("engine-layers", (V2,), "takes its default: the boundaries [2, 6, 9], and the config means [7]"),
         ],
     ),
     "a model type without a rule": (
@@ -1912,7 +1919,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: c.drafter.update({"speculators_model_type": "eagle3", "eagle_config": {IDS: [2, 6, 12]}}),
         [
             ("engine-layers", (SGLANG,), "layer_ids is [2, 6, 12], expected boundaries in [0, 12]"),
-            ("engine-layers", (V2,), "captures the boundaries [2, 6, 9], and the config means [2, 6, 12]"),
+            ("engine-layers", (V2,), "takes its default: the boundaries [2, 6, 9], and the config means [2, 6, 12]"),
             ("format", (SGLANG,), "does not know the format of speculators"),
         ],
     ),

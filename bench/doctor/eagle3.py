@@ -167,6 +167,8 @@ def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
     pair.facts["K"] = config.num_chunks
     pair.facts["boundaries"] = meant
     for engine, (ids, are_boundaries, stated) in _engines(pair).items():
+        is_unread = ids is None and config.layer_ids is not None
+        unread = "does not read the config's layer ids and takes its default: " if is_unread else ""
         if ids == []:
             text = f"captures no layer, as the list of its ids is empty, and the config means the boundaries {meant}"
             pair.find("engine-layers", text, engine)
@@ -176,11 +178,12 @@ def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
                 pair.model_type, layers, ids, layer_ids_mean="boundary" if are_boundaries else None
             )
         except (TypeError, ValueError) as wrong:
-            pair.find("engine-layers", str(wrong), engine)
+            pair.find("engine-layers", f"{unread}{wrong}", engine)
             continue
         pair.facts[engine] = f"captures {captured}, fc for K = {stated}"
         if captured != meant:
-            pair.find("engine-layers", f"captures the boundaries {captured}, and the config means {meant}", engine)
+            text = f"{unread or 'captures '}the boundaries {captured}, and the config means {meant}"
+            pair.find("engine-layers", text, engine)
         if stated != config.num_chunks:
             text = f"builds fc for K = {stated}, and the config means K = {config.num_chunks} (vllm#54526)"
             pair.find("engine-chunks", text, engine)

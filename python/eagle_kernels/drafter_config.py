@@ -104,6 +104,9 @@ def capture_layers(
         if algorithm != "eagle3":
             because = f"{_ALGORITHMS[algorithm]} has no default layers"
             raise checks.error(ValueError, op, "layer_ids is None", "a list", because)
+        if num_layers < 7:
+            because = f"the default [2, N // 2, N - 3] needs N >= 7 layers, and the target has {num_layers}"
+            raise checks.error(ValueError, op, "layer_ids is None", "a list", because)
         # SGLang's minimax_m3_vl alone shifts this default by one; vLLM and every other model take it as boundaries.
         layer_ids, rule = [2, num_layers // 2, num_layers - 3], _boundary_ids
     layer_ids = _check_layer_ids(op, "layer_ids", layer_ids)
