@@ -3019,10 +3019,23 @@ def test_experts_have_other_schemes(tmp_path: Path) -> None:
 def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = Checkpoints()
     checkpoints.drafter["eagle_config"] = {IDS: [1, 5, 8]}
+    del checkpoints.target["vocab_size"]
     folders = list(map(str, checkpoints.save(tmp_path)))
     assert cli.main(["doctor", *folders, "--engine", "sglang"]) == 0
+    out = capsys.readouterr().out
+    assert "SGLang 0.5.23 " in out and "vLLM" not in out and "target not stated, drafter 1000" in out
     assert cli.main(["doctor", *folders, "--engine", "vllm"]) == 1
-    assert "vLLM 0.33, V1 runner: captures the boundaries" in capsys.readouterr().out.replace("\n ", "")
+    out = capsys.readouterr().out
+    assert "vLLM 0.33, V1 runner: captures the boundaries" in out.replace("\n ", "") and "SGLang" not in out
+
+
+def test_a_drafter_without_safetensors_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = list(map(str, Checkpoints().save(tmp_path)))
+    for file in Path(folders[1]).glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", *folders])
+    assert f"doctor: drafter is '{folders[1]}', expected a folder with .safetensors" in capsys.readouterr().err
 
 
 def test_specforge_s_norm_output_is_another_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

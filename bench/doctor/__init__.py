@@ -22,7 +22,7 @@ from ..cli_types import Command
 from ..output import define, say, wrap
 from . import context_kv, eagle3, mtp
 from .methods import look_at_method
-from .pair import ENGINES, OP, Pair, read
+from .pair import ENGINE_OF, ENGINES, OP, Pair, read
 
 __all__ = ["DOCTOR", "examine"]
 
@@ -95,7 +95,7 @@ def _has(pair: Pair, stage: MTPStage) -> bool:
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", type=Path, help="folder of the target: its config.json")
     parser.add_argument("drafter", type=Path, help="folder of the drafter: config.json and safetensors files")
-    parser.add_argument("--engine", choices=list(ENGINES), help="leave out what only the others fall into")
+    parser.add_argument("--engine", choices=list(ENGINES), help="leave out the facts and the traps of the others")
     parser.add_argument("--trained-by", choices=["specforge"], help="who wrote the drafter's config")
     parser.add_argument("--json", action="store_true", help="the same, or the error, as one JSON object on stdout")
 
@@ -110,10 +110,11 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.parser.error(str(unreadable))
     asked = set(ENGINES.get(arguments.engine, ()))
     findings = [finding for finding in pair.findings if not (asked and finding.engines) or asked & {*finding.engines}]
+    facts = {name: fact for name, fact in pair.facts.items() if not (asked and name in ENGINE_OF) or name in asked}
     if arguments.json:
-        say(json.dumps({"facts": pair.facts, "findings": [finding._asdict() for finding in findings]}, indent=1))
+        say(json.dumps({"facts": facts, "findings": [finding._asdict() for finding in findings]}, indent=1))
     else:
-        for name, fact in pair.facts.items():
+        for name, fact in facts.items():
             define(name, str(fact), column=22)
         for finding in findings:
             who = f"{'; '.join(finding.engines)}: " if finding.engines else ""

@@ -307,7 +307,9 @@ def _flags(pair: Pair) -> dict[str, dict[str, bool] | None]:
 
 def _look_at_vocabulary(pair: Pair, config: Eagle3Config) -> None:
     target, own, drafted = pair.text.get("vocab_size"), config.vocab_size, config.draft_vocab_size
-    pair.facts["vocabulary"] = f"target {target}, drafter {own}, drafted {drafted}"
+    sizes = {"target": target, "drafter": own, "drafted": drafted}
+    stated = (f"{name} {'not stated' if size is None else size}" for name, size in sizes.items())
+    pair.facts["vocabulary"] = ", ".join(stated)
     pair.look_at_vocabulary(own)
     headers = {eagle3_name(name): header for name, header in pair.headers.items()}
     d2t, head = headers.get("d2t", headers.get(".d2t")), headers.get("lm_head.weight")

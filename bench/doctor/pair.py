@@ -185,9 +185,11 @@ def read(target: Path, drafter: Path) -> Pair:
 
 def _headers(folder: Path) -> dict[str, Header]:
     headers = {}
-    if (files := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
-        reads = "SGLang alone reads it, and the plugins leave it to it"
-        raise checks.error(ValueError, OP, f"{files[0]} is in GGUF", ".safetensors files", reads)
+    if not any(folder.glob("*.safetensors*")):
+        if files := sorted(folder.glob("*.gguf")):
+            reads = "SGLang alone reads it, and the plugins leave it to it"
+            raise checks.error(ValueError, OP, f"{files[0]} is in GGUF", ".safetensors files", reads)
+        raise checks.error(ValueError, OP, f"drafter is {str(folder)!r}", "a folder with .safetensors files")
     for name, file in open_tensors(OP, folder).items():
         tensor = file.get_slice(name)
         shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()

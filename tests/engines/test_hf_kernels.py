@@ -12,12 +12,11 @@ pytest.importorskip("kernels")
 import kernels
 
 from accuracy import outliers, relative_rms
-from eagle_kernels.engines.hf_kernels import layers, mapping
+from eagle_kernels.engines.hf_kernels import LAYERS, layers, mapping
 from eagle_kernels.ops.sources import Sources, formula
 
 T, K, H, D = 5, 3, 48, 40
 BF16 = torch.bfloat16
-LAYERS = ("RMSNorm", "GemmaRMSNorm", "Eagle3Projection", "MTPProjection")
 
 
 class Norm(nn.Module):
@@ -169,6 +168,13 @@ def test_training_falls_back() -> None:
     assert model[0].forward.__func__ is LlamaNorm.forward
     model(torch.randn(T, H).to(BF16)).sum().backward()
     assert model[0].weight.grad is not None
+
+
+def test_an_unknown_layer_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ValueError, match="mapping: a layer name is 'LayerNorm', expected one of") as refused:
+        mapping("RMSNorm", "LayerNorm")
+    found = {name for name, kind in vars(layers).items() if getattr(kind, "__module__", None) == layers.__name__}
+    assert found == set(LAYERS) and all(name in str(refused.value) for name in LAYERS)
 
 
 def test_kernelize_without_the_mapping_restores_the_model() -> None:

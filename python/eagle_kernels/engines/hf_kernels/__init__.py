@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ... import checks
+
+LAYERS = ("RMSNorm", "GemmaRMSNorm", "Eagle3Projection", "MTPProjection")
 DEVICES = ("cpu", "cuda")
 
 
@@ -27,5 +30,11 @@ class InstalledLayer:
 
 
 def mapping(*layer_names: str) -> dict[str, dict[str, InstalledLayer]]:
-    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: these layers of `layers` on every device."""
+    """For `kernels.use_kernel_mapping` or `register_kernel_mapping`: these layers on every device.
+
+    layer_names: of "RMSNorm", "GemmaRMSNorm", "Eagle3Projection" and "MTPProjection"; ValueError for any other.
+    """
+    for name in layer_names:
+        if name not in LAYERS:
+            raise checks.error(ValueError, "mapping", f"a layer name is {name!r}", f"one of {list(LAYERS)}")
     return {name: dict.fromkeys(DEVICES, InstalledLayer(name)) for name in layer_names}
