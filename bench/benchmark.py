@@ -56,19 +56,22 @@ def _add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     op_list = cli_types.list_of("op", [*WORKLOADS, "all"])
     add("--device", type=cli_types.one_of("device", info.DEVICES), default="cuda", help="cuda (default), cpu")
-    add("--op", type=op_list, default=["norm_concat_linear"], help="ops with commas between, or all")
+    help_text = "ops with commas between, or all (default norm_concat_linear)"
+    add("--op", type=op_list, default=["norm_concat_linear"], help=help_text)
     cli_types.add_stage_arguments(parser)
     add("--norm", choices=_NORMS, help="instead of the checkpoint's; eagle3 stages without one get chunk (fc_norm)")
     rows = "values of T: 1,8,64 or 1:8192:x2 (default 1,8,64,512)"
     add("--tokens", type=cli_types.row_counts, default=[1, 8, 64, 512], metavar="T", help=rows)
     add("--dtype", type=cli_types.dtypes, default=["bf16"], help="bf16,fp16,fp32 (default bf16)")
     weights = cli_types.list_of("weight", [DENSE, *WEIGHT_FORMATS])
-    add("--weights", type=weights, default=[DENSE], help=f"of norm_concat_linear: {','.join([DENSE, *WEIGHT_FORMATS])}")
+    help_text = f"of norm_concat_linear: {','.join([DENSE, *WEIGHT_FORMATS])} (default {DENSE})"
+    add("--weights", type=weights, default=[DENSE], help=help_text)
     baselines = cli_types.list_of("baseline", [*BASELINES, "none"])
     help_text = f"{','.join(BASELINES)} or none (default eager); eager of the memory ops brings eager-out"
     add("--baselines", type=baselines, default=["eager"], help=help_text)
     forms = cli_types.list_of("form", [*FORMS, "none"])
-    add("--forms", type=forms, default=["op", "layer"], help=f"how ours is called: {','.join(FORMS)} or none")
+    help_text = f"how ours is called: {','.join(FORMS)} or none (default op,layer)"
+    add("--forms", type=forms, default=["op", "layer"], help=help_text)
     backends = cli_types.list_of("backend", ["auto", *settings.BACKENDS])
     help_text = "a column of ours for each: auto,cuda,triton,cpu,reference (default auto)"
     add("--backends", type=backends, default=["auto"], help=help_text)
@@ -203,7 +206,16 @@ def _left_out(arguments: argparse.Namespace) -> Iterator[str]:
     for op, (preset, stage, _), weight in itertools.product(ops, arguments.stages, arguments.weights):
         if (reason := _no_row_reason(op, stage, weight, arguments.norm)) is not None:
             of_codes = "" if weight == DENSE else f" x {weight}"
-            yield f"no row of {op} for {preset}:{stage.kind}{of_codes}: {reason}"
+            other = _stage_with_row(op, preset, weight, arguments.norm)
+            elsewhere = "" if other is None else f"; {other} has one"
+            yield f"no row of {op} for {preset}:{stage.kind}{of_codes}: {reason}{elsewhere}"
+
+
+def _stage_with_row(op: str, preset: str, weight: str, norm: str | None) -> str | None:
+    """A stage, of the same preset if it can be, that has such a row."""
+    every = sorted(cli_types.presets("all"), key=lambda each: each[0] != preset)
+    found = (f"{name}:{stage.kind}" for name, stage, _ in every if _no_row_reason(op, stage, weight, norm) is None)
+    return next(found, None)
 
 
 @dataclass(frozen=True)

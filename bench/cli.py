@@ -24,12 +24,13 @@ _NEEDED = [*(f"{part}/{file}" for part in ("target", "drafter") for file in _FIL
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     home = Path(byte_eagle3.__file__).parent
-    parser.add_argument("--model", type=Path, default=home, help="folder of target/, drafter/ and prompts.json")
+    help_text = "folder of target/, drafter/ and prompts.json (default: the package's own)"
+    parser.add_argument("--model", type=Path, default=home, help=help_text)
     formats = list_of("format", list(FORMATS))
-    help_text = f"the same drafter with its fc in each of these formats: {','.join(FORMATS)}"
+    help_text = f"the same drafter with its fc in each of these formats: {','.join(FORMATS)} (default none)"
     parser.add_argument("--weights", type=formats, default=[], metavar="FORMATS", help=help_text)
-    parser.add_argument("--tokens", type=number(2), default=96, help="tokens per prompt")
-    parser.add_argument("--drafts", type=number(1), default=4, help="drafts per forward of the target")
+    parser.add_argument("--tokens", type=number(2), default=96, help="tokens per prompt (default 96)")
+    parser.add_argument("--drafts", type=number(1), default=4, help="drafts per forward of the target (default 4)")
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:

@@ -120,8 +120,9 @@ def percentage(text: str) -> float:
 def add_stage_arguments(parser: argparse.ArgumentParser) -> None:
     """--preset, and --chunks --hidden --out for a shape that no preset has."""
     add = parser.add_argument
-    names = "NAME, NAME:STAGE such as deepseek-v3:mtp, all, or distinct: one of each shape (see `list`)"
-    add("--preset", type=presets, nargs="+", metavar="PRESET", help=f"{names}; default {_DEFAULT}")
+    names = "NAME (of its stages eagle3, if it has that), NAME:STAGE such as deepseek-v3:mtp, all, or distinct: one of "
+    names += f"each shape (see `list`), with commas between; default {_DEFAULT}"
+    add("--preset", type=presets, nargs="+", metavar="PRESET", help=names)
     add("--chunks", type=number(1), metavar="K", help="an explicit shape: sources")
     add("--hidden", type=number(1), metavar="H", help="an explicit shape: width of a source")
     add("--out", type=number(1), metavar="D", help="an explicit shape: output width")
@@ -151,7 +152,12 @@ def norm_of(stage: InputStage) -> str:
 
 
 def presets(text: str) -> list[Stage]:
-    """An argparse type: a model and one of its input stages, EAGLE-3 where it has several and none is named."""
+    """An argparse type: models, with commas between, each with one of its input stages: `_stages_of`."""
+    return [stage for name in text.split(",") for stage in _stages_of(name)]
+
+
+def _stages_of(text: str) -> list[Stage]:
+    """NAME:STAGE, or NAME for EAGLE-3 or the first stage there is, or all, or distinct."""
     if text in ("all", "distinct"):
         every = [(name, stage, model.vocab_size) for name, model in model_shapes().items() for stage in model.stages]
         if text == "all":

@@ -54,8 +54,9 @@ def _report(checkpoint: Checkpoint, count: int, num_drafts: int, formats: Sequen
 
     ours, chain = runs["none"], runs["none, eager chain"]
     say(f"speculative decoding   {sum(one.seconds for one in ours):6.2f} s")
-    say(f"  drafter, our ops     {_draft_ms(ours):6.2f} ms per forward of the target")
-    say(f"  drafter, eager chain {_draft_ms(chain):6.2f} ms")
+    say(f"  drafter, our ops     {_draft_ms(ours):6.2f} ms per forward of the target {_by_prompt(ours)}")
+    say(f"  drafter, eager chain {_draft_ms(chain):6.2f} ms {_by_prompt(chain)}")
+    say("  (in brackets by prompt; a difference of less than that is noise)")
     same = "equal to plain greedy decoding, token for token, with every drafter below"
     define("output", "DIFFERS: " + ", ".join(wrong) if wrong else same, column=21)
     say(f"  mean accepted length {accepted_length(ours):6.2f} of at most {num_drafts + 1}")
@@ -118,6 +119,11 @@ def generate(checkpoint: Checkpoint, prompt: list[int], count: int) -> list[int]
 
 def _draft_ms(run: Sequence[Decoded]) -> float:
     return 1e3 * sum(decoded.draft_seconds for decoded in run) / sum(len(decoded.accepted) for decoded in run)
+
+
+def _by_prompt(run: Sequence[Decoded]) -> str:
+    times = [_draft_ms([decoded]) for decoded in run]
+    return f"({min(times):.2f} to {max(times):.2f})"
 
 
 def _header(checkpoint: Checkpoint, count: int, num_drafts: int) -> Iterator[str]:

@@ -60,7 +60,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=cli_types.number(1), default=3600, help=limit)
     where = "write the table, by default into the installed package"
     add("--write", type=Path, nargs="?", const=CONFIGS, metavar="FOLDER", help=where)
-    add("--missing", action="store_true", help="only those T that the table in FOLDER does not have")
+    missing = "only those T that the table in --write's FOLDER, or the installed one, lacks"
+    add("--missing", action="store_true", help=missing)
     add("--dry-run", action="store_true", help="print the candidates, run nothing, need no GPU")
 
 

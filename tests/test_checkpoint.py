@@ -317,6 +317,11 @@ def test_a_file_that_may_not_be_read_is_no_missing_one() -> None:
             os.seteuid(user)
 
 
+def test_a_missing_path_is_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        eagle3_layer().load_checkpoint(tmp_path / "nowhere")
+
+
 def test_a_file_that_cannot_be_mapped_is_named(tmp_path: Path) -> None:
     """safetensors' OSError names no file."""
     (tmp_path / "x.safetensors").symlink_to("/proc/self/mem")

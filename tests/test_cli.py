@@ -415,6 +415,10 @@ def test_bench_without_a_row(tiny_machine: None, capsys: pytest.CaptureFixture) 
             ["--op", "add_rms_norm", "--weights", "int8_row"],
             "no row of add_rms_norm for tiny:eagle3 x int8_row: it has no",
         ),
+        (
+            ["--op", "store_context_kv", "--preset", "qwen3-8b"],
+            "for qwen3-8b:eagle3: no cache of draft layers is part of it; qwen3-8b:context_kv has one",
+        ),
         (streams, "for deepseek-v4-flash:mtp: each of its sources has a norm, and --norm is concat"),
     ):
         with pytest.raises(SystemExit):
@@ -928,6 +932,11 @@ def test_distinct_presets_are_one_of_each_shape() -> None:
     assert {(4096, 4096, 0.0, 1), (4096, 4096, 0.0, 4)} <= of_mtp
     assert len({stage.context for _, stage, _ in distinct}) == 1 + 2
     assert len(distinct) < len(every)
+
+
+def test_presets_have_commas_between() -> None:
+    names = [(name, stage.kind) for name, stage, _ in cli_types.presets("qwen3-8b,qwen3-8b:dflash,glm-4.5-air")]
+    assert names == [("qwen3-8b", "eagle3"), ("qwen3-8b", "dflash"), ("glm-4.5-air", "mtp")]
 
 
 def test_failing_baseline_is_a_note(

@@ -322,7 +322,8 @@ class ContextKV(LoadsProjections):
         tp_rank and tp_size are.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, another number of layers or
-        heads, a shape that does not fit, a bias that the config does not have.
+        heads, a shape that does not fit, a bias that the config does not have. FileNotFoundError for a path that
+        is missing.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 

@@ -166,7 +166,7 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         quantized or not.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a shape that does not fit, a
-        bias that the config does not have, codes without their scale.
+        bias that the config does not have, codes without their scale. FileNotFoundError where the path is missing.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 

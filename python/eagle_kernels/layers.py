@@ -130,7 +130,7 @@ class Eagle3Projection(LoadsProjections):
         are dequantized to bf16, and the log says so.
 
         Raises ValueError that names the weight, before anything is copied: a missing one, a norm that the config does
-        not have, a shape that does not fit, codes without their scale; FileNotFoundError for a path that is missing.
+        not have, a shape that does not fit, codes without their scale. FileNotFoundError where the path is missing.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 

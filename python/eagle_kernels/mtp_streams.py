@@ -129,7 +129,7 @@ class MTPStreamsProjection(MTPProjection):
         (nvfp4, two formats, a block that would have columns of both) they are dequantized, and the log says so. A saved
         state_dict, with eh_proj in their place, is restored as it is, quantized or not.
 
-        Raises ValueError that names the weight, before anything is copied.
+        Raises ValueError that names the weight, before anything is copied; FileNotFoundError where the path is missing.
         """
         from . import checkpoint  # an import of 6 ms, which only loading needs
 
