@@ -14,6 +14,7 @@ from backends import environment_of, needs_compiled
 from bad_calls import BAD_CALLS, CONTEXT_KV, BadCall
 from eagle_kernels.ops.store_context_kv import StoreContextKV, store_context_kv
 from guards import UnchangedTensors, between_forbidden_pages, same_bits
+from primitives import tensors_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -205,13 +206,13 @@ def test_no_operand_is_read_or_written_beyond_its_end(dtype: torch.dtype, form: 
 @pytest.mark.parametrize("call", [call for call in BAD_CALLS if call.op == CONTEXT_KV], ids=lambda call: call.id)
 def test_every_failed_check_is_worded(call: BadCall, backend: str) -> None:
     torch.manual_seed(0)
-    record = StoreContextKV(**call.arguments())
-    before = [None if cache is None or cache.device.type == "meta" else cache.clone() for cache in record[-2:]]
+    arguments = call.arguments()
+    tensors = tensors_of(arguments)
+    before = [tensor.clone() for tensor in tensors]
     with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises((TypeError, ValueError)) as raised:
-        store_context_kv(record)
+        store_context_kv(StoreContextKV(**arguments))
     message = str(raised.value)
     assert re.match(r"store_context_kv: .*, expected ", message) and not re.search(r"\(\w+\.\w+:\d+\)$", message), (
         message
     )
-    for cache, kept in zip(record[-2:], before, strict=True):
-        assert kept is None or same_bits(cache.contiguous(), kept.contiguous())
+    assert all(same_bits(now.contiguous(), kept.contiguous()) for now, kept in zip(tensors, before, strict=True))

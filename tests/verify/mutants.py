@@ -717,7 +717,7 @@ MUTANTS = (
     Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "multiplier == 0"),
     Mutant(QUANTIZED_CHECKPOINT, "multiplier == 0 or not multiplier.isfinite()", "not multiplier.isfinite()"),
     Mutant(QUANTIZED_CHECKPOINT, 'got = f"{scale_name} is {in_file.dtype}', 'got = f"{scale_name} is {scale.dtype}'),
-    Mutant(QUANTIZED_WEIGHT, 'if self.format == "nvfp4" and self.global_scale is None:', "if False:"),
+    Mutant(QUANTIZED_WEIGHT, 'if format == "nvfp4":', "if False:"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "not value.isfinite()"),
     Mutant(QUANTIZED_CHECKPOINT, "not value.isfinite() or value <= 0", "value <= 0"),
     Mutant(QUANTIZED_CHECKPOINT, "value if given[0] == _MULTIPLIER else 1 / value", "value"),
