@@ -261,13 +261,13 @@ BROKEN: dict[str, tuple[Callable, Callable, str]] = {
     ),
     "columns-that-no-kernel-reads": (
         lambda: streams("int8_row", 48),
-        changed("eh_proj.weight_scale", lambda scales: scales[:, [0, 0]]),
-        "eh_proj.weight_scale is torch.float32 of shape (136, 2), expected (136, 1) of int8_row",
+        changed("eh_proj.weight_scale", lambda scales: scales[:, [0] * 7]),  # int8 in groups, but for the width
+        "eh_proj.weight_scale is torch.float32 of shape (136, 7), expected (136, 1) of int8_row",
     ),
-    "two-columns-of-one-projection": (
+    "seven-columns-of-one-projection": (
         lambda: qkv("int8_row"),
-        changed("qkv_proj.weight_scale", lambda scales: scales[:, [0, 0]]),
-        "qkv_proj.weight_scale is torch.float32 of shape (128, 2), expected (128, 1) of int8_row",
+        changed("qkv_proj.weight_scale", lambda scales: scales[:, [0] * 7]),
+        "qkv_proj.weight_scale is torch.float32 of shape (128, 7), expected (128, 1) of int8_row",
     ),
 }
 
