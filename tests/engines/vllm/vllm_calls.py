@@ -21,7 +21,7 @@ class _Counted:
         self._primitives = primitives
 
     def __getattr__(self, name: str) -> object:
-        primitive, op = getattr(self._primitives, name), name.removesuffix("_out")
+        primitive, op = getattr(self._primitives, name), name.removesuffix("_out").removesuffix("_few_rows")
 
         def call(*args: object) -> object:
             if op in OPS and not _probing:

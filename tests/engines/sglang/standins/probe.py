@@ -33,7 +33,7 @@ class _Watched:
         self._first = int(first)
 
     def __getattr__(self, name: str) -> object:
-        primitive, op = getattr(self._primitives, name), name.removesuffix("_out")
+        primitive, op = getattr(self._primitives, name), name.removesuffix("_out").removesuffix("_few_rows")
         if op not in _OUT:
             return primitive
 
