@@ -143,7 +143,7 @@ class Eagle3Projection(LoadsProjections):
 
         "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. Of
         K = 3, H = D = 4096 a CPU with AMX is 1.11x as fast at one row and 1.20x at 8 and 16, one with AVX-512-BF16
-        1.10x, 1.08x and 1.03x (docs/results.md); a GPU dequantizes it in every call.
+        1.03x, 1.17x and 0.84x (docs/results.md); a GPU dequantizes it in every call.
 
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """

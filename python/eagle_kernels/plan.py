@@ -480,7 +480,7 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
     if problem.rows <= limit:
         return fused(f"T={problem.rows} <= {limit}: one pass over the weight is the bound")
     if problem.has_post_norm and problem.dtype.itemsize == 2 and limit > 1:
-        # K=6, H=D=5376, T=512: 460 ms; 1960 with a product of fp32 operands; 470 in eager, which rounds between.
+        # K=6, H=D=5376, T=512: 504 ms; 1960 with a product of fp32 operands; 465 in eager, which rounds between.
         return fused("a post norm reads the sums before they are rounded, which torch's product does in fp32 alone")
     reason = f"T={problem.rows} > {limit}: oneDNN's product is faster there"
     return Plan(problem.op, "cpu", Kernel.TWO_STEP, reason)
