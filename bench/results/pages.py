@@ -108,27 +108,21 @@ def tables(runs: dict[Path, dict], device: str) -> str:
 def headline(runs: dict[Path, dict]) -> str:
     """A line per op and dtype: how many times as fast as the eager chain each machine runs it, on a GPU in a graph. The
     geometric mean, and the means at the T that gain least and most."""
-    found = {machine: _speedups(records) for machine, records in _by_machine(runs).items()}
-    by_machine = {
-        machine: {
-            op.removesuffix(", graph"): by_T
-            for (op, baseline), by_T in speedups.items()
-            if baseline in ("eager", "eager-out") and not op.endswith((", eager", ", spaced"))
-        }
-        for machine, speedups in found.items()
-    }
-    shown = {machine.rpartition(", torch ")[0]: by_op for machine, by_op in by_machine.items() if by_op}
+    shown: dict[str, dict[str, str]] = {}  # by machine and op
+    for machine, records in _by_machine(runs).items():
+        for (op, baseline), by_T in _speedups(records).items():
+            if baseline in ("eager", "eager-out") and not op.endswith((", eager", ", spaced")):
+                means = [geometric_mean(values) for values in by_T.values()]
+                cell = f"{_mean_of_all(by_T):.2f}x ({min(means):.2f} to {max(means):.2f})"
+                shown.setdefault(machine.rpartition(", torch ")[0], {})[op.removesuffix(", graph")] = cell
     lines = [f"| op | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
-    for op in dict.fromkeys(op for by_op in shown.values() for op in by_op):
-        cells = [_mean_and_span(by_op[op]) if op in by_op else "" for by_op in shown.values()]
-        lines.append(f"| {op} | {' | '.join(cells)} |")
+    for op in dict.fromkeys(op for cells in shown.values() for op in cells):
+        lines.append(f"| {op} | {' | '.join(cells.get(op, '') for cells in shown.values())} |")
     return "\n".join(lines) + "\n"
 
 
-def _mean_and_span(by_T: dict[int, list[float]]) -> str:
-    means = [geometric_mean(values) for values in by_T.values()]
-    mean = geometric_mean([value for values in by_T.values() for value in values])
-    return f"{mean:.2f}x ({min(means):.2f} to {max(means):.2f})"
+def _mean_of_all(by_T: dict[int, list[float]]) -> float:
+    return geometric_mean([value for values in by_T.values() for value in values])
 
 
 def summary(runs: dict[Path, dict]) -> str:
@@ -137,9 +131,8 @@ def summary(runs: dict[Path, dict]) -> str:
     for machine, records in _by_machine(runs).items():
         lines += [f"{machine}:", "", "| op | over | geometric mean | by T |", "|---|---|---:|---|"]
         for (op, baseline), by_T in _speedups(records).items():
-            mean = geometric_mean([value for values in by_T.values() for value in values])
             cells = [f"{geometric_mean(values):.2f}x at {T}" for T, values in sorted(by_T.items())]
-            lines.append(f"| {op} | {baseline} | {mean:.2f}x | {', '.join(cells)} |")
+            lines.append(f"| {op} | {baseline} | {_mean_of_all(by_T):.2f}x | {', '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -7,9 +7,9 @@
 // Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
 // for bf16 on the tile unit, project_strips.h for other codes with AVX-512 and many rows of bf16 where the processor
 // multiplies it, project_floats.h for codes and many rows of bf16 without AVX-512, project_dot.h for everything else.
-// Each sums a column of the output in an order that depends only
-// on K*H and the weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are
-// zero), so the bits of a row do not depend on N, on the other rows or on the split over threads.
+// Each sums a column of the output in an order that depends only on K*H and the weight's scales (on the tile unit, with
+// e8m0 scales of 32 or 64 columns, also on which numbers are zero), so the bits of a row do not depend on N, on the
+// other rows or on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
@@ -53,6 +53,7 @@ struct Dots {
   }
 };
 
+// Whether the processor multiplies T without widening it.
 #if defined(__AVX512BF16__)
 template <class T>
 constexpr bool kIsMultiplied = std::is_same_v<T, BFloat16>;
@@ -62,7 +63,7 @@ constexpr bool kIsMultiplied = false;
 #endif
 
 #if defined(__AVX512F__)
-// A weight of codes, or of what is multiplied as it is.
+// A weight of codes, or many rows by one in bf16 or in 12 bits.
 template <class T>
 struct Strips {
   static bool takes(const NormConcatLinear& op) {
@@ -106,8 +107,7 @@ struct FewRowsOfCodes {
 struct Tiles {
   static bool takes(const NormConcatLinear& op) {
     if (op.source.dtype != DType::kBFloat16) return false;
-    if (op.weight_type == WeightType::kChunks || op.weight_type == WeightType::kBFloat16In12) return true;
-    return op.kernel != ProductKernel::kFewRows && amx_reads_codes(op);
+    return !has_scales(op.weight_type) || (op.kernel != ProductKernel::kFewRows && amx_reads_codes(op));
   }
   static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
