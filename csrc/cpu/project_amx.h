@@ -269,12 +269,23 @@ struct Ahead {
 // but for the first, and each time prefetches a share of the next 16 (T = 128: 6.3 ms; all in the first 6.9).
 constexpr int64_t kAheadSteps = 8;
 
-// sums[group] += weight . rows[group], for 16 columns and kGroups groups of 16 rows.
+// sums[group] = (or +=) weight . rows[group], for 16 columns and up to kTileGroups groups of 16 rows.
+struct TileProduct {
+  const BFloat16* weight;
+  int64_t weight_stride;
+  const BFloat16* rows;
+  int64_t group_stride;
+  int64_t steps;
+  float* sums;
+  bool is_first;
+  Ahead ahead;
+};
+
 template <int kGroups, bool kStream>
-void multiply(const BFloat16* weight, int64_t weight_stride, const BFloat16* rows, int64_t group_stride, int64_t steps,
-              float* sums, bool first, Ahead ahead) {
+void multiply(const TileProduct& product) {
+  const auto [weight, weight_stride, rows, group_stride, steps, sums, is_first, ahead] = product;
   const int64_t weight_bytes = weight_stride * sizeof(BFloat16);
-  if (first) {
+  if (is_first) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -318,13 +329,12 @@ void multiply(const BFloat16* weight, int64_t weight_stride, const BFloat16* row
 }
 
 template <bool kStream>
-void multiply_up_to_four(int64_t groups, const BFloat16* weight, int64_t weight_stride, const BFloat16* rows,
-                         int64_t group_stride, int64_t steps, float* sums, bool first, Ahead ahead) {
+void multiply_up_to_four(int64_t groups, const TileProduct& product) {
   switch (groups) {
-    case 1: return multiply<1, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
-    case 2: return multiply<2, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
-    case 3: return multiply<3, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
-    default: return multiply<4, kStream>(weight, weight_stride, rows, group_stride, steps, sums, first, ahead);
+    case 1: return multiply<1, kStream>(product);
+    case 2: return multiply<2, kStream>(product);
+    case 3: return multiply<3, kStream>(product);
+    default: return multiply<4, kStream>(product);
   }
 }
 
@@ -341,18 +351,17 @@ struct Block {
 
 // sums = (or +=) 16 columns of the weight by all rows of the block; `next` is the weight that is read afterwards.
 inline void multiply_columns(const NormConcatLinear& op, Block block, const BFloat16* weight, int64_t weight_stride,
-                             float* sums, bool first, const BFloat16* next) {
-  const int64_t group_stride = num_steps(op) * kTileSize;
+                             float* sums, bool is_first, const BFloat16* next) {
   const BFloat16* rows = packed_tile(op, block.group, block.step);
-  if (block.groups <= kTileGroups) {
-    return multiply_up_to_four<true>(block.groups, weight, weight_stride, rows, group_stride, block.steps, sums, first,
-                                     {next, kTile});
-  }
+  TileProduct product{weight,      weight_stride, rows,     num_steps(op) * kTileSize,
+                      block.steps, sums,          is_first, {next, kTile}};
+  if (block.groups <= kTileGroups) return multiply_up_to_four<true>(block.groups, product);
   const int64_t share = (kTile * kTileGroups + block.groups - 1) / block.groups;
   for (int64_t g = 0, row = 0; g < block.groups; g += kTileGroups, row += share) {
-    const Ahead ahead{next + row * weight_stride, kTile - row < share ? kTile - row : share};
-    multiply_up_to_four<false>(block.groups - g, weight, weight_stride, rows + g * group_stride, group_stride,
-                               block.steps, sums + g * 2 * kSumSize, first, ahead);
+    product.rows = rows + g * product.group_stride;
+    product.sums = sums + g * 2 * kSumSize;
+    product.ahead = {next + row * weight_stride, kTile - row < share ? kTile - row : share};
+    multiply_up_to_four<false>(block.groups - g, product);
   }
 }
 
