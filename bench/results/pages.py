@@ -107,13 +107,13 @@ def tables(runs: dict[Path, dict], device: str) -> str:
 
 def headline(runs: dict[Path, dict]) -> str:
     """A line per op and dtype: how many times as fast as the eager chain each machine runs it, on a GPU in a graph. The
-    geometric mean, and the means at the T that gain least and most."""
+    geometric mean over all shapes and T, the least and the most."""
     shown: dict[str, dict[str, str]] = {}  # by machine and op
     for machine, records in _by_machine(runs).items():
         for (op, baseline), by_T in _speedups(records).items():
             if baseline in ("eager", "eager-out") and not op.endswith((", eager", ", spaced")):
-                means = [geometric_mean(values) for values in by_T.values()]
-                cell = f"{_mean_of_all(by_T):.2f}x ({min(means):.2f} to {max(means):.2f})"
+                values = [value for of_T in by_T.values() for value in of_T]
+                cell = f"{geometric_mean(values):.2f}x ({min(values):.2f} to {max(values):.2f})"
                 shown.setdefault(machine.rpartition(", torch ")[0], {})[op.removesuffix(", graph")] = cell
     lines = [f"| op | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
     for op in dict.fromkeys(op for cells in shown.values() for op in cells):
@@ -169,7 +169,7 @@ def support() -> str:
     kernels = ("csrc/cpu/{}.cpp", "csrc/cuda/{}.cu", "triton_kernels/{}.py")
     for op in ops.__all__:
         cells = [_dtypes(op, kernel.format(op)) for kernel in kernels]
-        lines.append("| " + " | ".join([f"`{op}`", *cells, "any device", _WEIGHTS.get(op, "none")]) + " |")
+        lines.append("| " + " | ".join([f"`{op}`", *cells, "CPU, CUDA", _WEIGHTS.get(op, "none")]) + " |")
     return "\n".join(lines) + "\n"
 
 
