@@ -42,7 +42,7 @@ void expect_success(AOTITorchError failed) {
   if (failed) throw std::runtime_error("eagle-kernels: libtorch reported an error, which it has printed");
 }
 
-void refuse(const char* op, const char* argument, const char* rule, std::source_location where) {
+void fail_check(const char* op, const char* argument, const char* rule, std::source_location where) {
   const std::string_view file = where.file_name();
   throw std::runtime_error(std::string(op) + ": " + argument + ": " + rule + " (" +
                            std::string(file.substr(file.rfind('/') + 1)) + ":" + std::to_string(where.line()) + ")");

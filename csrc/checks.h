@@ -27,11 +27,11 @@ using OptionalTensor = std::optional<Tensor>;
 // Throws if a call of libtorch failed; libtorch's macro for this has another name in each release from 2.11 to 2.13.
 void expect_success(AOTITorchError failed);
 
-[[noreturn]] void refuse(const char* op, const char* argument, const char* rule, std::source_location where);
+[[noreturn]] void fail_check(const char* op, const char* argument, const char* rule, std::source_location where);
 
 inline void check(bool ok, const char* op, const char* argument, const char* rule,
                   std::source_location where = std::source_location::current()) {
-  if (!ok) [[unlikely]] refuse(op, argument, rule, where);
+  if (!ok) [[unlikely]] fail_check(op, argument, rule, where);
 }
 
 // An element type as libtorch numbers it.

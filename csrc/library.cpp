@@ -27,7 +27,7 @@ int64_t set_cpu_isa(int64_t cap) {
 }
 
 // Workspaces of up to so many bytes are kept; returns the number before. The calling thread's is freed.
-int64_t keep_workspaces(int64_t most) { return cpu::Workspace::keep(most); }
+int64_t keep_workspaces(int64_t max_bytes) { return cpu::Workspace::keep(max_bytes); }
 
 }  // namespace
 
@@ -59,7 +59,7 @@ EAGLE_KERNELS_EXPORT bool eagle_kernels_wgmma_pays(int64_t, int64_t, int64_t, in
 
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
   m.def("set_cpu_isa(int cap) -> int");
-  m.def("keep_workspaces(int most) -> int");
+  m.def("keep_workspaces(int max_bytes) -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {

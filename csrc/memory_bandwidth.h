@@ -7,8 +7,9 @@
 
 namespace eagle_kernels {
 
-// How memory is read: in pieces of `streams` runs that follow each other, `run_bytes` each. A step reads a cache line
-// of every run, and prefetches the one `ahead_bytes` further on. run_bytes and ahead_bytes are multiples of 64.
+// How memory is read: in pieces of `streams` runs that follow each other, `run_bytes` each. A step reads 8 / streams
+// cache lines of every run, and prefetches those `ahead_bytes` further on. run_bytes and ahead_bytes are multiples of
+// 512.
 struct StreamPattern {
   int64_t streams;
   int64_t run_bytes;

@@ -6,8 +6,8 @@
 namespace eagle_kernels {
 namespace {
 
-// Max width of a concat: the CUDA kernels count columns in int.
-constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max();
+// Max width of a concat: the CUDA kernels count columns in int, and those of the stages behind the last one too.
+constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max() - 4095;
 
 const View& first_of(const char* op, const std::vector<View>& chunks) {
   check(!chunks.empty(), op, "chunks", "count");

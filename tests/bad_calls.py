@@ -183,7 +183,8 @@ def _source_calls(op: str) -> Iterator[BadCall]:
     yield bad("chunks-packed_dimensions", lambda good: {"chunks": rows(1, T, K * H)}, num_chunks=K)
     yield bad("chunks-packed_nothing", lambda good: {"chunks": rows(T, 0), "norm_weight": None}, num_chunks=2**62)
     yield bad("chunks-empty_width", lambda good: {"chunks": [*good["chunks"][:2], rows(T, 0)]}, **per_chunk)
-    yield bad("chunks-int32_columns", lambda good: {"chunks": [*good["chunks"][:2], rows(0, 2**31)]}, **per_chunk)
+    too_wide = 2**31 - 4095 - (K - 1) * H
+    yield bad("chunks-int32_columns", lambda good: {"chunks": [*good["chunks"][:2], rows(0, too_wide)]}, **per_chunk)
     yield bad("chunks-rows", lambda good: {"chunks": [*good["chunks"][:2], rows(T + 1, H)]})
     yield bad("chunks-rows_of_out", lambda good: {"out": rows(T + 1, columns)})
     yield bad(

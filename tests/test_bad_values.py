@@ -233,7 +233,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ek.VocabParallelEmbedding(V, 2**31),
         ValueError,
-        "VocabParallelEmbedding: K=1 chunks of H=2147483648 have 2147483648 columns, expected at most 2147483647, "
+        "VocabParallelEmbedding: K=1 chunks of H=2147483648 have 2147483648 columns, expected at most 2147479552, "
         "because int32 counts them",
     ),
     (
@@ -284,7 +284,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ek.rotate_token_ids(torch.arange(3), torch.tensor([1]), torch.tensor([3])),
         ValueError,
-        "rotate_token_ids: last_rows has another row, expected rows in [0, 3)",
+        "rotate_token_ids: last_rows has a row outside of ids, expected rows in [0, 3)",
     ),
     # quantized weights
     (
@@ -312,20 +312,20 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (
         lambda: ek.Eagle3QKVConfig(H, 2**31),
         ValueError,
-        "Eagle3QKVConfig: K=1 chunks of H=2147483650 have 2147483650 columns, expected at most 2147483647, because "
+        "Eagle3QKVConfig: K=1 chunks of H=2147483650 have 2147483650 columns, expected at most 2147479552, because "
         "int32 counts them",
     ),
     (
         lambda: ek.MTPConfig(H, 2**31),
         ValueError,
-        "MTPConfig: K=1 chunks of H=2147483648 have 2147483648 columns, expected at most 2147483647, because int32 "
+        "MTPConfig: K=1 chunks of H=2147483648 have 2147483648 columns, expected at most 2147479552, because int32 "
         "counts them",
     ),
     # numpy's integers, whose products and sums wrap
     (
         lambda: ek.Eagle3Config(np.int32(2**16), np.int32(2**16), H),
         ValueError,
-        "Eagle3Config: K=65536 chunks of H=65536 have 4294967296 columns, expected at most 2147483647, because int32 "
+        "Eagle3Config: K=65536 chunks of H=65536 have 4294967296 columns, expected at most 2147479552, because int32 "
         "counts them",
     ),
     (

@@ -1909,7 +1909,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "a width that no tensor has": (
         lambda c: c.drafter.update(hidden_size=10**15),
-        [("config", ALL, f"Eagle3Config: K=1 chunks of H={10**15} have {10**15} columns, expected at most 2147483647")],
+        [("config", ALL, f"Eagle3Config: K=1 chunks of H={10**15} have {10**15} columns, expected at most 2147479552")],
     ),
     "architectures that are a number": (
         lambda c: c.drafter.update(architectures=5),
@@ -3182,7 +3182,7 @@ def test_a_size_beyond_torch_s_is_a_usage_error(
 
 
 def test_a_width_in_a_config_takes_no_memory() -> None:
-    """Its norms have stand-ins of that width: 12 GB of 2**31 - 1 columns."""
+    """Its norms have stand-ins of that width: 12 GB of the widest."""
     stand_in = pair.Header((2**40,), "BF16").stand_in()
     assert stand_in.shape == (2**40,) and stand_in.untyped_storage().nbytes() == 2
 

@@ -531,13 +531,13 @@ CONFIG_ERRORS = [
     pytest.param(
         {"num_aux_hidden_states": 10**9},
         ValueError,
-        "K=1000000000 chunks of H=4096 have 4096000000000 columns, expected at most 2147483647",
+        "K=1000000000 chunks of H=4096 have 4096000000000 columns, expected at most 2147479552",
         id="K",
     ),
     pytest.param(
         {"hidden_size": 2**62, "target_hidden_size": 64},
         ValueError,
-        f"K=1 chunks of H={2**62} have {2**62} columns, expected at most 2147483647",
+        f"K=1 chunks of H={2**62} have {2**62} columns, expected at most 2147479552",
         id="width",
     ),
     pytest.param({"hidden_size": True}, TypeError, "hidden_size is a bool, expected an int", id="width-as-bool"),

@@ -123,6 +123,9 @@ class Launch:
     ) -> None:
         """
         Args:
+            kernel: of `triton.jit`.
+            device: where it runs.
+            num_warps, num_stages: Triton's options of those names.
             types: those of the kernel's arguments in order, without constexprs: I64, FP32, `pointer_to`, or tuples.
             constants: the kernel's constexprs in order, without the last, PDL. They follow the other arguments.
             aligned: names of arguments whose numbers are all multiples of 16 in every call.

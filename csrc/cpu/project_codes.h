@@ -163,6 +163,8 @@ struct ScaleReader {
   static constexpr int64_t kSum = kSumLines<Code, kSharing>, kSums = kLines<Code> / kSum;
 
   ScaleType type;
+  // Scales in fp32 are read times this one: applied to their sums one after the other, 1e37 and 1e-37 would overflow.
+  float global;
   int64_t width, block_columns, num_blocks, next_rows;
   int64_t first = 0;   // the unit's first block
   uint32_t there = 0;  // mask: of the 32 from there on, those that the row has
@@ -170,6 +172,7 @@ struct ScaleReader {
 
   explicit ScaleReader(const NormConcatLinear& op)
       : type(op.scales.type),
+        global(op.scales.global == nullptr ? 1.0f : *op.scales.global),
         width(op.source.width),
         block_columns(op.scales.block_columns),
         num_blocks((op.source.width - 1) / op.scales.block_columns + 1),
@@ -187,6 +190,8 @@ struct ScaleReader {
     if (k + kUnitColumns > width) leave_out_lanes(static_cast<uint32_t>(width - k), static_cast<uint32_t>(left));
   }
 
+  // What the sums are still to be multiplied by.
+  float left_to_multiply() const { return type == ScaleType::kFloat32 ? 1.0f : global; }
   [[gnu::always_inline]] UnitScales read(const uint8_t* row) const {
     __builtin_prefetch(row + (first + next_rows) * size(), 0, 2);  // those of the rows of the next block of columns
     if (type == ScaleType::kFloat32) return {load_floats(row, 0), load_floats(row, kLanes)};
@@ -241,7 +246,8 @@ struct ScaleReader {
 
   __m512i load_floats(const uint8_t* row, int64_t begin) const {
     const auto mask = static_cast<__mmask16>(there >> begin);
-    return _mm512_maskz_loadu_epi32(mask, row + (first + begin) * sizeof(float));
+    const __m512 floats = _mm512_maskz_loadu_ps(mask, row + (first + begin) * sizeof(float));
+    return (__m512i)_mm512_maskz_mul_ps(mask, floats, _mm512_set1_ps(global));
   }
 };
 
@@ -418,13 +424,13 @@ struct CodesProjection {
     for (int64_t i = 0; i < rows; ++i) {
       Float* of_row = totals + i * kBlockColumns;
       sum_lanes_of_each<kBlockColumns>(of_row);
-      if (op.scales.global != nullptr) of_row[0] *= *op.scales.global;
+      if (kSharing != Sharing::kRow) of_row[0] *= scales.left_to_multiply();
       float* result = fp32_rows(op) + (row_begin + i) * op.num_columns;
       __builtin_memcpy(result + begin, of_row, (end - begin) * sizeof(float));
     }
     if constexpr (kSharing == Sharing::kRow) {
       for (int64_t d = begin; d < end; ++d) {
-        const float scale = scales.of_sum(scales.read(scale_rows[d - begin]), 0)[0];
+        const float scale = scales.of_sum(scales.read(scale_rows[d - begin]), 0)[0] * scales.left_to_multiply();
         for (int64_t i = row_begin; i < row_begin + rows; ++i) fp32_rows(op)[i * op.num_columns + d] *= scale;
       }
     }

@@ -74,9 +74,9 @@ constexpr int64_t kDotBlockK = (kLanes == 16 ? 2048 : 4096) / sizeof(float);
 
 #if defined(__AVX512BF16__)
 // GCC 12 does not keep 6x4 or 6x3 sums of bf16 products in registers. Blocks of 4 KB of a tile's packed rows fit in L1
-// with the same blocks of its weight rows. Two AMD EPYCs, two cores, in ms, 6x4 with 8 KB and 5x4 with 4 KB: where a
-// core starts one 512-bit product a cycle (T = 6, 8, 16, 32 and 64) 4.8, 2.7, 4.6, 8.3, 16.3 and 3.1, 3.1, 4.8, 8.6,
-// 16.4; where it starts two (T = 24, 32, 48 and 64) 4.5, 6.7, 9.7, 11.3 and 3.7, 4.8, 6.5, 8.2.
+// with the same blocks of its weight rows. 6x4 with 8 KB -> 5x4 with 4 KB, in ms, two cores of an AMD EPYC:
+//   one 512-bit product a cycle   T = 6: 4.8 -> 3.1, 8: 2.7 -> 3.1, 16: 4.6 -> 4.8, 32: 8.3 -> 8.6, 64: 16.3 -> 16.4
+//   two (another EPYC)            T = 24: 4.5 -> 3.7, 32: 6.7 -> 4.8, 48: 9.7 -> 6.5, 64: 11.3 -> 8.2
 template <>
 constexpr DotTile kDotTile<BFloat16> = {5, 4};
 template <>

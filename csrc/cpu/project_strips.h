@@ -397,6 +397,11 @@ struct NextWords {
 template <int kRows, class Strip, class Packed, class Next>
 void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, Float* totals, Next& next) {
   const bool go_on = kMayGoOn<Packed> && sums.go_on;
+  // In fp32 the strip's sums are added up before they join the totals, which else are a chain of thousands of numbers
+  // (nvfp4, K*H = 65536: an error of 3.0 times that of torch's product).
+  constexpr bool kByStrip = !std::is_same_v<Packed, BFloat16>;
+  Float of_strip[kByStrip ? kRows * kStripVectors : 1] = {};
+  Float* const joined = kByStrip ? of_strip : totals;
   int64_t k = 0;
   Float sum[kRows * kStripVectors] = {};
   for (const Float(*scales)[kStripVectors] = sums.scales; k < sums.width; ++scales) {
@@ -429,9 +434,10 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
       continue;
     }
     unrolled<kRows * kStripVectors>([&](auto i) {
-      totals[i] = multiply_add(sum[i], (*scales)[i % kStripVectors], totals[i]);
+      joined[i] = multiply_add(sum[i], (*scales)[i % kStripVectors], joined[i]);
     });
   }
+  if (kByStrip) unrolled<kRows * kStripVectors>([&](auto i) { totals[i] += of_strip[i]; });
 }
 
 // The tiles of rows, as nearly equal as they can be.

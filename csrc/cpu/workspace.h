@@ -51,8 +51,8 @@ class Workspace {
     explicit Memory(int64_t size) : bytes(size), data(operator new(static_cast<size_t>(size), kAlignment)) {}
   };
 
-  // By default T = 1000 at K*H = 12288 in fp32. AddressSanitizer sees the end of a workspace only where the call before
-  // has not left a larger one.
+  // By default T = 1000 at K*H = 12288 and D = 4096 in fp32: 49 MB of rows and 16 MB of sums. AddressSanitizer sees the
+  // end of a workspace only where the call before has not left a larger one.
 #if defined(__SANITIZE_ADDRESS__)
   static inline std::atomic<int64_t> max_kept_ = 0;
 #else

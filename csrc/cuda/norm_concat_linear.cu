@@ -12,8 +12,8 @@
 // 96 output columns form a cluster, which adds up their sums (fused_sums.cuh). Two neighbors of it may be launched as
 // one, a pair.
 //
-// Split, up to 128 rows, all GPUs (on sm_90 norm_concat_linear_wgmma.cu replaces it where there is no post norm): two
-// launches. The sums of each range, 128 columns a block, go to global memory, where norm_concat_linear_finalize.cu adds
+// Split, up to 128 rows, all GPUs (plan.py says where norm_concat_linear_wgmma.cu replaces it on sm_90): two launches.
+// The sums of each range, 128 columns a block, go to global memory, where norm_concat_linear_finalize.cu adds
 // them up. Blocks of 128 output columns read x a quarter as often as blocks of 32.
 //
 // Fused or split, x enters the product unnormed and 1/rms multiplies the fp32 sum, so x is read once, for product and

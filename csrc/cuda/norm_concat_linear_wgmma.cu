@@ -1,8 +1,8 @@
-// norm_concat_linear by wgmma on sm_90a, for 17 to 64 rows at a time (codes with scales of blocks: 33 and more), in one
-// launch: on an H100 44.5 us for 32 rows at K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64
-// columns of the output by 64 rows in one instruction. A block has two to four warpgroups (four read x half as often as
-// two), or one where there are so few columns that most SMs would have no block. For more rows plan.py takes the
-// library's product, which is faster.
+// norm_concat_linear by wgmma on sm_90a, up to 64 rows in a pass over the weight: on an H100 44.5 us for 32 rows at
+// K=3, H=D=4096, where the split kernels take 53.6. A warpgroup multiplies 64 columns of the output by 64 rows in one
+// instruction. A block has two to four warpgroups (four read x half as often as two), or one where there are so few
+// columns that most SMs would have no block. plan.py takes it from 17 rows on (codes with scales of blocks: from 33 on)
+// as far as it is faster than norm_concat and the library's product: codes in up to three passes.
 //
 // As in norm_concat_linear.cu a block has a range of the columns of one chunk, the weight and x pass through a ring of
 // stages by 16-byte copies (cp.async), and the blocks of a cluster sum their ranges (cluster_sums.cuh). A stage has 128

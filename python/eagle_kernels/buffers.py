@@ -276,13 +276,16 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
         checks.check_ids(op, name, tensor)
         checks.check_device(op, name, tensor, ids.device, "ids")
     checks.check_dtype(op, "next_ids", next_ids, (ids.dtype,), f"ids has dtype {ids.dtype}")
+    if ids.shape[0] > 1 and ids.stride(0) == 0:
+        raise checks.error(ValueError, op, f"ids has strides {ids.stride()}", "entries of its own", "ids is written")
     if last_rows.shape != next_ids.shape:
         raise checks.shape_error(op, "last_rows", last_rows, str(tuple(next_ids.shape)), "next_ids has that shape")
     # ids is written last: on the CPU an index that is out of range raises before ids changes.
     try:
         return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
     except IndexError:
-        raise checks.error(ValueError, op, "last_rows has another row", f"rows in [0, {ids.shape[0]})") from None
+        expected = f"rows in [0, {ids.shape[0]})"
+        raise checks.error(ValueError, op, "last_rows has a row outside of ids", expected) from None
 
 
 def _check_hidden(op: str, hidden: Tensor, hidden_size: int, name: str = "hidden", *, or_streams: bool = False) -> None:

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]  # no stub of torch's has it
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WIDTH = 2**31 - 1  # K*H: csrc/sources.cpp
+MAX_WIDTH = 2**31 - 4096  # K*H: csrc/sources.cpp
 _is_of_functorch = torch._C._functorch.is_functorch_wrapped_tensor
 _MAX_FP32 = torch.finfo(torch.float32).max
 
@@ -43,7 +43,8 @@ def codes_error(op: str, name: str, tensor: object, because: str = "codes need t
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
     """Any integer of 64 bits (Python's, numpy's) as an int; a bool is refused."""
     try:
-        number = operator.index(value)
+        # `index` would make a constant of a traced size.
+        number = value if isinstance(value, torch.SymInt) or type(value) is int else operator.index(value)
     except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
         number = None
     if number is None or isinstance(value, bool):
@@ -142,7 +143,7 @@ def check_sequence(op: str, name: str, value: Any, expected: str = "a tensor or 
         values = None if isinstance(value, str) else iter(value)
     except (TypeError, RuntimeError):  # RuntimeError: a nested tensor
         values = None
-    if values is None:
+    if values is None or isinstance(value, (set, frozenset)):  # which have no order
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     return list(values)
 
@@ -198,7 +199,8 @@ def check_device(op: str, name: str, tensor: Tensor, device: torch.device, like:
 
 
 def check_last_dim_contiguous(op: str, name: str, tensor: Tensor) -> None:
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    # The stride first: a trace knows it, and may not know whether there are two rows.
+    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise error(ValueError, op, f"{name} has strides {tensor.stride()}", "a last stride of 1")
 
 

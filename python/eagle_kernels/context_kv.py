@@ -354,16 +354,19 @@ class ContextKV(LoadsProjections):
         caches: Sequence[tuple[Tensor, Tensor | None]],
         indices: Tensor | None = None,
     ) -> None:
-        """`combine`, `project` and `store` of N context tokens."""
+        """`combine`, `project` and `store` of N context tokens; the arguments are theirs, and what they raise."""
         kv = self.project(self.combine(chunks, indices=indices))
         self.store(kv, positions=positions, slots=slots, cos_sin=cos_sin, caches=caches)
 
     def combine(
         self, chunks: Sequence[Tensor] | Tensor, *, indices: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """fc of the captured states, [N, H], before hidden_norm: what vLLM's `combine_hidden_states` keeps.
+        """fc of the captured states, [N, H] in their dtype, before hidden_norm: what vLLM's `combine_hidden_states`
+        keeps.
 
         Args: as in `norm_concat_linear`: K chunks [T, Ht] or one packed [T, K*Ht], and the indices of their rows.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
         config = self.config
         gains = [parameter_of(norm) for norm in self.aux_norm] or None
@@ -380,9 +383,13 @@ class ContextKV(LoadsProjections):
         return project_onto(self._modules["fc"], sources, 0.0, out)
 
     def project(self, states: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """K and V of all layers, [N, L*W], from the states [N, H] that `combine` returned; before k_norm and RoPE.
+        """K and V of all layers, [N, L*W], before k_norm and RoPE.
 
-        `out` may be a view with any row stride.
+        Args:
+            states: [N, H] in the weights' dtype, of `combine`.
+            out: [N, L*W] in that dtype, with any row stride.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
         config = self.config
         hidden_norm = ("concat", parameter_of(self.hidden_norm), config.eps, config.norm_offset)

@@ -236,10 +236,11 @@ class Eagle3Config:
         A field may be at the top level, in `eagle_config` or in `transformer_layer_config` (speculators); where it
         appears twice the values must agree. None and an empty id list count as absent.
 
-        K = num_aux_hidden_states, else the length of the layer-id list, else 3; 1 where `use_aux_hidden_state` is
-        false. chunk_norm = fc_norm or use_aux_norm (its old name); concat_norm = norm_before_fc. target_hidden_size
-        defaults to hidden_size, eps to 1e-6 (LlamaConfig's), norm_before_residual to True for speculators' eagle3 and
-        else to False. Layer ids of speculators and of `eagle_config.layer_ids` are boundaries.
+        K = num_aux_hidden_states (or num_aux_layers), else the length of the layer-id list, else 3; 1 where
+        `use_aux_hidden_state` is false; those that are there must agree. chunk_norm = fc_norm or use_aux_norm (its old
+        name); concat_norm = norm_before_fc. target_hidden_size defaults to hidden_size, eps to 1e-6 (LlamaConfig's),
+        norm_before_residual to True for speculators' eagle3 and else to False. Layer ids of speculators and of
+        `eagle_config.layer_ids` are boundaries.
 
         speculators 0.9 trains with norm_before_fc and norm_output by default and writes both into every config; one
         without them is older than these fields, and its drafter was trained with False.

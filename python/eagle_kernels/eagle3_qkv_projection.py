@@ -118,6 +118,8 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         max_tokens: as in `MTPProjection`.
         dtype, device: of the parameters.
 
+    Raises TypeError / ValueError for a rank outside of tp_size, and for heads that tp_size does not divide.
+
     state_dict: input_layernorm.weight [H], hidden_norm.weight [H], qkv_proj.weight [R, 2H], qkv_proj.bias [R]
     (config.bias), R the rank's rows of q, k and v, or of q_a and kv_a of latent attention. Inference only.
 
@@ -191,6 +193,8 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
             out: [T, R], as in `norm_concat_linear`.
 
         The residual is `hidden` itself, or a new tensor where the config norms it first.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
         qkv = self._project(hidden, ids, table, embeds, None, None, out)
         if not self.norm_before_residual:

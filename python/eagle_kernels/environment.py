@@ -1,4 +1,4 @@
-"""The environment variables of the package, read here and nowhere else.
+"""The environment variables of the package, read here and nowhere else but those of a library with alternatives.
 
 | variable | values | meaning |
 |---|---|---|
@@ -12,7 +12,8 @@
 
 TRITON_INTERPRET=1, a variable of Triton's, lets the triton backend run CPU tensors in Triton's interpreter, for tests.
 
-The build reads others, in `setup.py`: docs/reference.md has them all.
+The build reads others, in `setup.py`: docs/reference.md has them all. A library that is built with alternatives of the
+fused CUDA kernel reads a few in csrc/cuda/cut.cuh, for docs/benchmarking.md.
 """
 
 import os

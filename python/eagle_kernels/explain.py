@@ -43,7 +43,7 @@ def explain(op: str, *args: object, **kwargs: object) -> Plan:
         RuntimeError: a backend forced by EAGLE_KERNELS_BACKEND that cannot run the call.
 
     >>> print(explain("norm_concat_linear", chunks, weight))
-    norm_concat_linear: cpu/fused amx_bf16, because T=16 <= 512: one pass over the weight is the bound
+    norm_concat_linear: cpu/fused amx_bf16, because T=16 <= 768: one pass over the weight is the bound
     """
     if not isinstance(op, str) or op not in _OPS:
         raise error(ValueError, "explain", f"op is {op!r}", f"one of {_OPS}")

@@ -1,10 +1,16 @@
 """Weights in huge pages, where Linux has them: 2 MB instead of 4 KB on x86.
 
 While a weight streams through a core the address of each of its pages is looked up in memory, in a virtual machine in
-two tables, and its reads wait. K = 3, H = D = 4096, 4 GB of weights in turn, on a Xeon with AMX (virtual machine, two
-cores, medians in ms, in pages of 4 KB and of 2 MB): bf16 at T = 8 and 64 4.9 and 6.7, 4.6 and 6.1; fp8_row 3.1 and 5.9,
-2.7 and 4.8; at T = 1 they are equal. With 600 MB in turn, beside an L3 of 480 MB, fp8_row gains more: 3.0 and 5.9, 2.1
-and 4.1.
+two tables, and its reads wait. norm_concat_linear with K = 3, H = D = 4096 on a Xeon with AMX (virtual machine, two
+cores), medians in ms in pages of 4 KB -> 2 MB:
+
+| weights in turn | | T = 8 | T = 64 |
+|---|---|---|---|
+| 4 GB | bf16 | 4.9 -> 4.6 | 6.7 -> 6.1 |
+| 4 GB | fp8_row | 3.1 -> 2.7 | 5.9 -> 4.8 |
+| 600 MB, beside an L3 of 480 MB | fp8_row | 3.0 -> 2.1 | 5.9 -> 4.1 |
+
+At T = 1 they are equal.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Eagle3Projection(LoadsProjections):
         return self
 
     def quantize(self, format: str) -> Eagle3Projection:
-        """Round fc.weight to a format of `QuantizedWeight`, so that each call reads half of its bytes or fewer.
+        """Round fc.weight to a format of `QuantizedWeight`, so that each call reads fewer bytes, from a quarter up.
 
         "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. Of
         K = 3, H = D = 4096 a CPU with AMX is 1.11x as fast at one row and 1.20x at 8 and 16, one with AVX-512-BF16
@@ -165,6 +165,9 @@ class Eagle3Projection(LoadsProjections):
         if isinstance(self.fc, QuantizedLinear):
             got = f"fc.weight is {self.fc.format}"
             raise checks.error(TypeError, op, got, "bf16 or fp16 on cpu", "oneDNN keeps no codes in its layout")
+        if "weight" not in self.fc._parameters:
+            because = "a parametrization would have to compute the packed one"
+            raise checks.error(RuntimeError, op, "fc.weight is parametrized", "a plain parameter", because)
         weight = self.fc.weight
         if weight is not None and (reason := unsupported_reason(weight)) is not None:
             got = f"fc.weight is {weight.dtype} on {weight.device}"
@@ -182,7 +185,12 @@ class Eagle3Projection(LoadsProjections):
         sum_squares: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """[N, D] from K tensors [T, H] or one packed [T, K*H]; the arguments are those of `norm_concat_linear`."""
+        """[N, D] in the chunks' dtype, bf16, fp16 or fp32, from K tensors [T, H] or one packed [T, K*H].
+
+        Args: those of `norm_concat_linear`.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
+        """
         config = self.config
         modules: dict[str, Any] = self._modules
         K, eps, norm_offset = config.num_chunks, config.eps, config.norm_offset
@@ -282,7 +290,15 @@ class VocabParallelEmbedding(nn.Module):
         scale: float | Tensor | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> VocabParallelEmbedding:
-        """Share a table that exists, for example the target's, without a copy: weight is this rank's [rows, H]."""
+        """Share a table that exists, for example the target's, without a copy.
+
+        Args:
+            weight: this rank's rows, [shard.rows, H]; the zero rows at their end may be missing. bf16, fp16 or fp32.
+            shard: which ids they are.
+            scale, process_group: as above.
+
+        Raises TypeError / ValueError for a table that does not fit the shard, or that is quantized.
+        """
         op = "VocabParallelEmbedding.from_weight"
         check_table(op, weight, shard)
         if wrong := checks.codes_error(op, "weight", weight):
@@ -313,7 +329,14 @@ class VocabParallelEmbedding(nn.Module):
         self.register_buffer("scale_tensor", of_tensor, persistent=False)
 
     def forward(self, ids: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """[*ids.shape, H]; ids outside the vocabulary give zero rows."""
+        """[*ids.shape, H] in the table's dtype, the rows of all ranks; ids outside the vocabulary give zero rows.
+
+        Args:
+            ids: int32 / int64, of any shape.
+            out: [*ids.shape, H] in the table's dtype.
+
+        Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
+        """
         rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=self.own_scale, out=out)
         return self.reduce(rows)
 
@@ -334,7 +357,8 @@ class VocabParallelEmbedding(nn.Module):
         return self
 
     def reduce(self, rows: Tensor) -> Tensor:
-        """Sum this rank's rows with those of the others, in place: exact, since one rank has the row and the rest 0."""
+        """Sum this rank's rows with those of the others, in place: exact but for a -0 that becomes +0, since one
+        rank has the row and the others have zeros."""
         if self.process_group is not None and self.shard.tp_size > 1:
             # gloo silently leaves a strided tensor unreduced, and NCCL refuses it.
             dense = rows.contiguous()

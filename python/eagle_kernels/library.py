@@ -18,7 +18,7 @@ COMPILED_LIBRARY = Path(__file__).parent / "libeagle_kernels.so"
 
 
 def register(schema: str, implementation: Callable, fake: Callable) -> None:
-    """Define `NAMESPACE::schema` with one Python body for every device and its fake kernel.
+    """Define `NAMESPACE::schema` with one Python body for CPU and CUDA tensors and its fake kernel.
 
     A compiled library without a primitive for the op is not used at all.
     """

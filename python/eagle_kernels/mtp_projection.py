@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ def _fits_eps(scale: float | Tensor | None, eps: float) -> bool:
     return not isinstance(scale, Tensor) and 0 < scale <= limit and eps < limit * scale * scale
 
 
-@functools.cache
 def _rounded(scale: float, dtype: torch.dtype) -> float:
     return torch.tensor(scale, dtype=dtype, device="cpu").item()  # the default device may be meta
 
@@ -50,6 +48,9 @@ class EmbeddingHiddenProjection(LoadsProjections):
         self.config = config
         self.max_tokens = None if max_tokens is None else checks.check_int(op, "max_tokens", max_tokens, at_least=1)
         self._static_buffers: dict[tuple, Tensor] = {}
+        scale, rounds = config.embedding_scale, config.round_embedding_scale
+        # By the table's dtype, rounded here: Dynamo traces no `item`.
+        self._scales = {kind: _rounded(scale, kind) if scale and rounds else scale for kind in checks.DTYPES}
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         *norms, projection = self.NAMES
         for name, eps in zip(norms if config.normed else (), (config.enorm_eps, config.hnorm_eps), strict=False):
@@ -162,7 +163,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         scale: Any = None
         if isinstance(table, VocabParallelEmbedding):
             weight, shard, scale = table.weight.detach(), table.shard, table.own_scale
-        scale = self._scale(weight.dtype) if scale is None else scale
+        scale = self._scales[weight.dtype] if scale is None else scale
         norm_takes_scale = self.config.normed and _fits_eps(scale, self.config.enorm_eps)
         if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):
             return weight if shard is None else weight[: shard.num_embeddings], ids, scale
@@ -192,12 +193,6 @@ class EmbeddingHiddenProjection(LoadsProjections):
             checks.check_device(type(self).__name__, "ids", ids, positions.device, "positions")
             masked.copy_(ids)
         return masked.masked_fill_(positions == 0, -1)
-
-    def _scale(self, dtype: torch.dtype) -> float | None:
-        scale = self.config.embedding_scale
-        if scale is None or not self.config.round_embedding_scale:
-            return scale
-        return _rounded(scale, dtype)
 
     def _static(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """The first rows of a buffer that keeps its address; a new tensor where max_tokens is None."""

@@ -253,14 +253,14 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
     rejected: list[str] = []
     of_many_rows = None  # CUDA's plan, to which Triton's is preferred
     if backend == "cuda":
-        rows, most = problem.rows, _max_rows_of_codes(problem)
+        rows, max_rows = problem.rows, _max_rows_of_codes(problem)
         if (unsupported := _cuda_codes_unsupported_reason(problem)) is None:
             kernel, why = _cuda_product(problem)
             chosen = Plan(problem.op, "cuda", kernel, f"the codes are widened as they are multiplied; {why}")
-            if SETTINGS.batch_invariant or rows <= most:
+            if SETTINGS.batch_invariant or rows <= max_rows:
                 return chosen
             widened = f"widen the codes {-(-rows // 64)} times or more"
-            unsupported = f"T={rows} > {most}: the split kernels would {widened}"
+            unsupported = f"T={rows} > {max_rows}: the split kernels would {widened}"
             if rows <= _MAX_ROWS_WITHOUT_TRITON:
                 of_many_rows = replace(chosen, reason=f"T={rows} <= {_MAX_ROWS_WITHOUT_TRITON}: its kernels {widened}")
         rejected.append(f"cuda: {unsupported}")
@@ -269,9 +269,9 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
         else:
             rejected.append(f"triton: {unsupported}")
     if backend == "triton":
-        if problem.rows > (most := _max_rows_of_codes(problem)) and not SETTINGS.batch_invariant:
+        if problem.rows > (max_rows := _max_rows_of_codes(problem)) and not SETTINGS.batch_invariant:
             if (unsupported := _dequantizing_unsupported_reason(problem)) is None:
-                once = f"T={problem.rows} > {most}: the codes are dequantized once for the "
+                once = f"T={problem.rows} > {max_rows}: the codes are dequantized once for the "
                 return Plan(problem.op, "triton", Kernel.TWO_STEP, "; ".join([*rejected, f"{once}library's product"]))
             rejected.append(f"dequantizing once: {unsupported}")
         if (unsupported := _split_codes_unsupported_reason(problem)) is None:
@@ -288,7 +288,7 @@ def quantized_projection(problem: Problem, backend: str, reason: str, isa: str) 
 # less than widening them for every 64 rows anew; no saved run has timed it.
 _MAX_ROWS_WITHOUT_TRITON = 512
 
-# The most rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split
+# The max rows of codes that are widened as they are multiplied. An H200 takes, K=3, H=D=4096, in us by the split
 # kernels / dequantized once: with an fp32 scale for each block, which takes two matrices and two products, 138 / 162 at
 # 160 rows, 219 / 182 at 256. Codes that are multiplied by their scales: nvfp4 52 at 64 rows, 89 at 96 and, dequantized,
 # 84 at 160; mxfp8 83, 122 and 88. With a scale for each row, by warpgroups, 65 at 96 rows, dequantized 88 at 160
@@ -441,11 +441,15 @@ def cpu_isa() -> str:
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
 # gains 7 % at T=96 and 128, 2 % at 192, and loses 3 % at 256 (H=D=2880: gains 38, 24, 13 and 9 %; H=D=896: gains 6 %,
 # loses 2, 2 and 4 %); in fp32 it gains 37 % at T=128, 6 % at 256, and with avx2 it takes 38.7 ms at T=32 where two
-# steps take 47.3, 75.4 and 70.5 at 64. Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
-# as long (bf16, avx512, T=256: 352 ms against 136).
+# steps take 47.3, 75.4 and 70.5 at 64. With amx_bf16 it gains in bf16 22 % at T=512, 7 % at 768 and nothing at 1024
+# (H=D=2880: 8 % at 512, 5 % at 768); in fp16, for which AMX has no product, 24 % at T=16 and 5 % at 24, and loses 4 %
+# at 32 (H=D=2880: gains 30, 7 and 0 %). Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
+# as long (bf16, avx512, T=256: 352 ms against 136). Scalar code is also what ARM runs, where torch's product may have
+# instructions of its own: not measured, so one row is all it takes. On x86, capped to SSE, it would gain 2 times and
+# more at 1 to 128 rows in 16 bits, and in fp32 25 % at 16 rows.
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
-    torch.bfloat16: {"amx_bf16": 512, "avx512_bf16": 192, "avx512": None, "avx2": None, "scalar": 1},
-    torch.float16: {"amx_bf16": 16, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
+    torch.bfloat16: {"amx_bf16": 768, "avx512_bf16": 192, "avx512": None, "avx2": None, "scalar": 1},
+    torch.float16: {"amx_bf16": 24, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
     torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 32, "scalar": 1},
 }
 
@@ -463,8 +467,8 @@ DENSE_DOTS_ROWS = {"avx512_bf16": 8}
 
 def runs_dense_in_dots(problem: Problem, isa: str) -> bool:
     """Whether DOTS multiply a weight in bf16: few rows or, where one kernel has to serve all T, any number."""
-    most = DENSE_DOTS_ROWS.get(isa, 0) if problem.dtype == torch.bfloat16 else 0
-    return most > 0 and (problem.rows <= most or SETTINGS.batch_invariant)
+    max_rows = DENSE_DOTS_ROWS.get(isa, 0) if problem.dtype == torch.bfloat16 else 0
+    return max_rows > 0 and (problem.rows <= max_rows or SETTINGS.batch_invariant)
 
 
 def cpu_projection(problem: Problem, isa: str) -> Plan:
@@ -498,12 +502,13 @@ def cuda_projection(problem: Problem) -> Plan:
     reason = cuda_product_unsupported_reason(problem)
     if reason is None:
         kernel, why = _cuda_product(problem)
-        most = _ONE_PASS_ROWS.get(kernel, rows)
+        max_rows = _ONE_PASS_ROWS.get(kernel, rows)
         if kernel is Kernel.WGMMA:
-            most = _max_rows_of_wgmma(problem, most)
-        if rows <= most or SETTINGS.batch_invariant:
+            max_rows = _max_rows_of_wgmma(problem, max_rows)
+        if rows <= max_rows or SETTINGS.batch_invariant:
             return Plan(problem.op, "cuda", kernel, why)
-        return Plan(problem.op, "cuda", Kernel.TWO_STEP, f"T={rows} > {most}: the library's product is faster there")
+        slower = f"T={rows} > {max_rows}: the library's product is faster there"
+        return Plan(problem.op, "cuda", Kernel.TWO_STEP, slower)
     if SETTINGS.backend != "cuda" and unsupported_reason("triton", problem.device) is None:
         plan = triton_projection(problem)
         if plan.kernel is not Kernel.TWO_STEP:
@@ -512,7 +517,7 @@ def cuda_projection(problem: Problem) -> Plan:
     return Plan(problem.op, "cuda", Kernel.TWO_STEP, reason)
 
 
-# The most rows for which one pass over a dense weight beats norm_concat and the library's product. On an H100, K=3, us
+# The max rows for which one pass over a dense weight beats norm_concat and the library's product. On an H100, K=3, us
 # in one pass / in two steps, by WGMMA at 32, 64, 96 and 128 rows: H=D=4096 44.5 / 45.0, 48.5 / 46.4, 49.3 / 49.5,
 # 53.3 / 46.9; 2880 27.6 / 27.9, 30.5 / 28.2, 36.1 / 29.1, 40.0 / 28.4; 896 7.6 / 10.5, 10.2 / 10.7, 11.3 / 10.9,
 # 11.7 / 11.1. By the split kernels, which other GPUs run, at 17 and 32 rows: 4096 52.0 / 44.2, 53.6 / 45.0. With up to
@@ -523,17 +528,17 @@ _ONE_PASS_ROWS_OF_SMALL, _SMALL_WEIGHT = 64, 4 << 20
 _TIMED_GPU = "NVIDIA H200"  # which has timed more than three shapes
 
 
-def _max_rows_of_wgmma(problem: Problem, most: int) -> int:
+def _max_rows_of_wgmma(problem: Problem, max_rows: int) -> int:
     width, gpu = max(problem.widths), gpu_of(problem.device)
     if problem.num_chunks * width * problem.columns <= _SMALL_WEIGHT:
-        return max(most, _ONE_PASS_ROWS_OF_SMALL)
+        return max(max_rows, _ONE_PASS_ROWS_OF_SMALL)
     # Of the splits that a GPU has clusters for, none may be good: 17 rows of H=D=5120 take an H200 55.4 us in the best
     # one and 47.5 in two steps, 5376 58.0 and 49.5. Other shapes take 1.7 to 5.8 us less in one pass. Other GPUs, which
     # read at other rates, have not timed such shapes.
     is_timed = gpu.name == _TIMED_GPU and problem.block_columns == 0 and len(problem.widths) == 1
     if is_timed and not library.wgmma_pays(problem.num_chunks, width, problem.columns, gpu.multiprocessors):
         return library.MAX_CUDA_DECODE_ROWS
-    return most
+    return max_rows
 
 
 def _cuda_product(problem: Problem) -> tuple[Kernel, str]:
@@ -586,13 +591,16 @@ def _wgmma_takes(problem: Problem) -> bool:
 
 
 def has_wgmma(device: torch.device) -> bool:
-    """Whether the GPU has wgmma, which is sm_90 alone, and the library code for sm_90a, which alone may use it."""
+    """Whether the GPU has wgmma, which is sm_90 alone, and the library code for sm_90a, which alone may use it.
+
+    The emulation on a CPU has both."""
     is_hopper = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
     return is_hopper and "90a" in library.cuda_archs
 
 
 def has_clusters(device: torch.device) -> bool:
-    """Whether blocks can access each other's shared memory, where single-launch kernels combine their sums."""
+    """Whether blocks can access each other's shared memory, where single-launch kernels combine their sums. In the
+    emulation on a CPU they can."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -109,7 +109,11 @@ class QuantizedLinear(_LoadsWhole):
         return same_format and kinds(self.quantized.tensors) == kinds(weight.tensors)
 
     def projection(self, post_norm_eps: float = 0.0) -> QuantizedProjection:
-        return QuantizedProjection(self.quantized, self._parameters["bias"], None, post_norm_eps)
+        try:  # as `layers.parameter_of`
+            bias: Any = self._parameters["bias"]
+        except KeyError:
+            bias = self.bias
+        return QuantizedProjection(self.quantized, bias, None, post_norm_eps)
 
     def _mismatch(self, state_dict: dict, prefix: str, names: list[str]) -> Exception | None:
         own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
@@ -150,6 +154,8 @@ class QuantizedLinear(_LoadsWhole):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
+        if "bias" not in self._parameters:  # it is parametrized
+            return super()._apply(keep_dtype, recurse)
         bias = self._parameters.pop("bias")
         try:
             super()._apply(keep_dtype, recurse)

@@ -16,6 +16,8 @@ CODES = ("weight", "weight_packed", "qweight")
 
 @dataclass(frozen=True)
 class StoredProjection:
+    """A weight of a checkpoint that is still to be read, with the names and the config that tell its format."""
+
     op: str  # which errors name
     # The file's names of all the projection's tensors but its bias, by what follows its path: `weight`, and
     # `lora_A.weight` of a module inside it.

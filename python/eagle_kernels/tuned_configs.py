@@ -6,7 +6,8 @@ A table is `configs/<device name>.json`:
       "rows": {"16": {"BT": 16, "BD": 64, ...}, "256": null}}]}
 
 `rows` maps a measured T to the fields of `Tiles`; null means norm_concat and a library product. A call uses the entry
-nearest to its T in log space. Each entry has `splits`, but entries that differ in it belong to different plans.
+nearest to its T in log space. `splits` decides the order in which a row's products are summed: with two entries of
+different `splits` the row's bits differ.
 `eagle-kernels tune --write` measures the rows and writes them.
 """
 

@@ -77,7 +77,7 @@ def test_each_layout_becomes_numbers(layout: str, layer: Callable, log: Callable
     tensors, expected = quantized(layout, "fc")
     weights = loaded(Drafter(fc=layer()), tensors)
     assert list(weights) == ["fc.weight"] and torch.equal(weights["fc.weight"], expected)
-    line = f"fc of Drafter of an engine is {LAYOUTS[layout][0]} in the checkpoint and has no scales there"
+    line = f"fc of Drafter of an engine is {LAYOUTS[layout][0]} in the checkpoint; the engine's layer has no scales"
     assert f"eagle_kernels: {line}: dequantized to torch.bfloat16" in log()
 
 
@@ -219,7 +219,7 @@ def test_a_drafter_of_which_every_layer_is_quantized(layout: str, log: Callable)
     got = loaded(saying(drafter, config), weights)
     assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in got)
     kind = "integers in groups" if config else LAYOUTS[layout][0]
-    assert f"fc of Drafter of an engine is {kind} in the checkpoint and has no scales there" in "".join(log())
+    assert f"fc of Drafter of an engine is {kind} in the checkpoint; the engine's layer has no scales" in "".join(log())
 
 
 @pytest.mark.parametrize("path", ["model.layers.61.eh_proj", "mtp.0.eh_proj"])

@@ -24,7 +24,7 @@ Call = Callable[[Tensor], Tensor]
 ROWS = (1, 4, 16, 64, 256, 512, 1024)
 # Medians of two runs of one call differ by up to 5 % on a shared machine: a smaller gain may be none.
 MARGIN = 0.05
-# Seconds per row count, least and most rounds. 0.12 s gave three or four rounds of calls that take 6 ms, too few: at 16
+# Seconds per row count, min and max rounds. 0.12 s gave three or four rounds of calls that take 6 ms, too few: at 16
 # rows and H=4096 the op was rejected, though 1.22x as fast as vLLM's path, 1.1x as norm_concat in front of vLLM's fc.
 _SECONDS, _MIN_ROUNDS, _MAX_ROUNDS = 0.4, 3, 12
 # Read before each timed call to evict the stage's weight from all caches, as an engine does by reading its target's
@@ -33,7 +33,7 @@ EVICTED_BYTES = 256 << 20
 # On a GPU they are read so often before a call, 1 ms on an H200 (estimate): the host queues the call meanwhile, and
 # what is timed are its kernels, as in a CUDA graph. Where a stage runs eagerly, one launch saves more than that. A host
 # that takes longer is given up to so many passes.
-_PASSES, _MOST_PASSES = 16, 256
+_PASSES, _MAX_PASSES = 16, 256
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ FORCED = Decision(everywhere=True, reason="forced, not timed")
 
 def rows_up_to(max_rows: int) -> tuple[int, ...]:
     """The row counts at which to time a stage that is called with at most `max_rows`."""
-    most = min(max_rows, ROWS[-1])
-    return (*ROWS[: bisect.bisect_left(ROWS, most)], most)
+    last = min(max_rows, ROWS[-1])
+    return (*ROWS[: bisect.bisect_left(ROWS, last)], last)
 
 
 @torch.inference_mode()
@@ -157,7 +157,7 @@ class _GpuClock(_Clock):
             ended.record(stream)
             is_late = begun.query()  # the GPU had to wait for the host
             ended.synchronize()
-            if not is_late or self._passes >= _MOST_PASSES:
+            if not is_late or self._passes >= _MAX_PASSES:
                 return 1e-3 * begun.elapsed_time(ended)
             self._passes *= 2
 

@@ -144,18 +144,18 @@ def scaled(
 def _scaled(
     weights: Iterable[tuple[str, Tensor]], layers: "_Layers", drafter: "_Drafter"
 ) -> Iterator[tuple[str, Tensor]]:
-    held: dict[str, dict[str, Tensor]] = {}
+    tensors_of: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
     for name, tensor in weights:
         path, _, parameter = name.rpartition(".")
         is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
         if not is_dense and layers.of(path) is not None:
-            held.setdefault(path, {})[parameter] = tensor
+            tensors_of.setdefault(path, {})[parameter] = tensor
         else:
             others.append(name)
             yield name, tensor
-    inside = tensors_inside(held, others)
-    for path, tensors in held.items():
+    inside = tensors_inside(tensors_of, others)
+    for path, tensors in tensors_of.items():
         layer = layers.of(path)
         if layer is not None and _has_codes(tensors, layer) and not drafter.is_read_by_engine(path, tensors):
             try:
@@ -374,7 +374,7 @@ def _numbers(
     kind = weight.format if isinstance(weight, QuantizedWeight) else "integers in groups"
     name = path.rpartition(".")[2]
     where = f"{name} of {drafter.name} of {drafter.engine}"
-    message = f"{where} is {kind} in the checkpoint and has no scales there: dequantized to {layer.dtype}"
+    message = f"{where} is {kind} in the checkpoint; the engine's layer has no scales: dequantized to {layer.dtype}"
     log_once(drafter.logger, logging.INFO, message)
     numbers = weight.dequantize(layer.dtype) if isinstance(weight, QuantizedWeight) else weight.to(layer.dtype)
     missing = drafter.rows.get(name, 0) - len(numbers)

@@ -33,7 +33,7 @@ class Primitive(Protocol):
 
 class Record(Primitive, Protocol):
     def reference(self) -> None:
-        """Plain torch, any device."""
+        """Plain torch, on a CPU or on CUDA."""
 
 
 def writing(*outputs: Tensor) -> contextlib.AbstractContextManager:

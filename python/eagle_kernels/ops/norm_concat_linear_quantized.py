@@ -93,6 +93,7 @@ class NormConcatLinearQuantized(NamedTuple):
         names = ("weight.codes", "weight.scales", "weight.global_scale", "bias", "post_norm_weight")
         sources.check_memory(OP, out, *zip(names, projection.tensors, strict=True))
 
+    @torch.no_grad()
     def reference(self) -> None:
         sources, (weight, bias, post_norm_weight, post_norm_eps), out = self
         if torch.is_autocast_enabled(out.device.type):  # which would round fp32 operands to 16 bits

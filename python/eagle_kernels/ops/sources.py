@@ -130,6 +130,9 @@ class Sources(NamedTuple):
         """The leading arguments of a registered op. Checks what is read before the kernel checks the rest: to find the
         plan and to allocate the result."""
         sources = Sources(*arguments[: len(Sources._fields)])
+        # An AOTInductor package passes None for an empty list of tensors.
+        gains, residuals, indices = sources.gains or [], sources.residuals or [], sources.indices or []
+        sources = sources._replace(gains=gains, residuals=residuals, indices=indices)
         _check_norm(op, sources.norm)
         checks.check_int(op, "num_chunks", sources.num_chunks, at_least=1)
         if not sources.chunks:

@@ -37,8 +37,8 @@ class StoreContextKV(NamedTuple):
     positions, slots: [N] int32 / int64. A row whose slot is not in the caches (engines pad with -1) or whose position
         is not in cos_sin is skipped.
     k_cache, v_cache: [slots, n, d] in kv's dtype, with any strides by which no two heads share memory; v_cache is None
-        where only K is cached (latent attention). Rows with the same slot are written in any order; the two caches must
-        not overlap.
+        where only K is cached (latent attention). The slots of a call's rows must differ (of two rows with the same
+        slot it may get a part of each), and the two caches must not overlap; neither is checked.
     """
 
     kv: Tensor
@@ -102,7 +102,7 @@ class StoreContextKV(NamedTuple):
         if self.v_cache is not None and self.v_cache.shape != k_cache.shape:
             raise checks.shape_error(OP, "v_cache", self.v_cache, str(tuple(k_cache.shape)), "k_cache has that shape")
         widths = (n * d,) if self.v_cache is None else (n * d, 2 * n * d)
-        if kv.shape[1] not in widths:
+        if all(kv.shape[1] != width for width in widths):  # `in` is False of Dynamo's sizes (torch 2.13)
             raise checks.shape_error(OP, "kv", kv, f"(N, {' or '.join(map(str, widths))})", f"a slot has {n} x {d}")
         for name, index in (("positions", self.positions), ("slots", self.slots)):
             checks.check_ids(OP, name, index)

@@ -113,7 +113,7 @@ def _out_rows(ids: Tensor, weight: Tensor, out: Tensor) -> Tensor:
     if ids.dim() == 1:
         return out
     try:
-        return out.view(-1, weight.shape[1])
+        return out.view(ids.numel(), weight.shape[1])
     except RuntimeError:
         raise checks.error(
             ValueError,

@@ -244,7 +244,7 @@ def test_an_fc_of_integers(tmp_path: Path, layout: str) -> None:
     run = case.run(tmp_path / "on")
     assert run.accept_lengths == [BEST] * 2, run.log[-3000:]
     assert run.ops["norm_concat_linear"] == PROBES + 5
-    assert run.log.count("is integers in groups in the checkpoint and has no scales there") == 1
+    assert run.log.count("is integers in groups in the checkpoint; the engine's layer has no scales") == 1
 
 
 def test_a_gptq_fc_of_which_the_config_says_nothing_is_refused(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ def test_a_quantized_eh_proj_is_loaded_with_its_scale(engine: Engine, layout: st
     """vLLM's MTP layers have a plain nn.Linear for it."""
     run = engine.run(mtp_request(engine, layout))
     assert (run.tokens, run.accepted_length) == (EXPECTED, BEST)
-    loaded = [line for line in run.lines if "has no scales there" in line]
+    loaded = [line for line in run.lines if "the engine's layer has no scales" in line]
     assert len(loaded) == (layout is not None)
     assert [set(calls) for calls in run.calls] == [{"norm_concat_linear"}]
 
@@ -399,7 +399,7 @@ def test_a_drafter_all_of_integers(engine: Engine, layout: str) -> None:
         assert off.returncode != 0 and "no module or parameter named 'layers.0.mlp.down_proj.qweight'" in off.log
     on = engine.run(request)
     assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
-    loaded = {line.partition(" of ")[0] for line in on.lines if "has no scales there" in line}
+    loaded = {line.partition(" of ")[0] for line in on.lines if "the engine's layer has no scales" in line}
     of_layer = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert loaded == (of_layer if layout == GPTQ else set())
     assert [set(calls) for calls in on.calls] == [{"norm_concat"}]
@@ -427,7 +427,7 @@ def test_an_eh_proj_of_integers(engine: Engine, layout: str, first: str) -> None
     assert off.returncode != 0 and f"KeyError: 'model.layers.2.eh_proj.{first}'" in off.log
     on = engine.run(request)
     assert (on.tokens, on.accepted_length) == (EXPECTED, BEST)
-    loaded = "eh_proj of DeepSeekMTP of vLLM is integers in groups in the checkpoint and has no scales there"
+    loaded = "eh_proj of DeepSeekMTP of vLLM is integers in groups in the checkpoint; the engine's layer has no scales"
     runs = "DeepSeekMultiTokenPredictorLayer.eh_proj runs norm_concat_linear; forced, not timed"
     assert on.lines == [f"{loaded}: dequantized to torch.bfloat16", runs]
     assert [set(calls) for calls in on.calls] == [{"norm_concat_linear"}]

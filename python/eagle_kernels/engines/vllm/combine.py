@@ -26,7 +26,7 @@ from ..engine_codes import EngineCodes
 from ..gates import Target, TargetError
 from ..projection import EngineProjection, ProbeError, check_backend, parameter_of, probe
 from . import LOGGER, cpu_packing, registry, speculator, tensor_parallel
-from .registry import BOTH, batch_invariant_reason, hook_models, is_on, leaving_to_vllm
+from .registry import BOTH, ONLY_033, batch_invariant_reason, hook_models, is_on, leaving_to_vllm
 
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
@@ -263,8 +263,8 @@ def _decide(drafter: Any, projection: EngineProjection) -> CombineStage:
         split = tensor_parallel.split(drafter.eagle_kernels_name, projection, like, drafter._max_rows, engine)
         if split is not None:
             return CombineStage(*split)
-    held = read_codes(projection.fc)
-    codes = None if held is None else replace(projection, fc=held, fc_unsupported=None)
+    fc_codes = read_codes(projection.fc)
+    codes = None if fc_codes is None else replace(projection, fc=fc_codes, fc_unsupported=None)
     if registry.switches.force:
         if codes is not None:
             projection = codes
@@ -443,7 +443,7 @@ METHODS = (
     Method(_target(f"{_MODELS}.qwen3_dflash:DFlashQwen3ForCausalLM", "ac93e9250a6bc14d"), _read_dflash),
     Method(_target(f"{_MODELS}.laguna_dflash:DFlashLagunaForCausalLM", "fa59dbe9900fdfb6"), _read_laguna),
     Method(
-        _target("vllm.models.beam.nvidia.dflash2:DFlash2BeamForCausalLM", "8d2545968e936c1f", ("0.33.0",)), _read_dflash
+        _target("vllm.models.beam.nvidia.dflash2:DFlash2BeamForCausalLM", "8d2545968e936c1f", ONLY_033), _read_dflash
     ),
     *map(_deepseek_v4, ("deepseek_v4.nvidia", "deepseek_v4.xpu", "deepseek_v41.nvidia")),
     Method(

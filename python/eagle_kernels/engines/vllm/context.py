@@ -32,7 +32,7 @@ from ..gates import Target
 from ..projection import MAX_DIFFERENCE, EngineProjection, ProbeError, check_backend, parameter_of, relative_difference
 from . import LOGGER, normed_linear
 from .combine import BEAM, DFLASH, LAGUNA
-from .registry import BOTH, batch_invariant_reason, hook_models, leaving_to_vllm, when_loaded
+from .registry import BOTH, ONLY_033, batch_invariant_reason, hook_models, leaving_to_vllm, when_loaded
 
 MUSE_SPARK = ("MuseSparkDSparkModel",)
 ARCHITECTURES = (*DFLASH, *LAGUNA, *BEAM, *MUSE_SPARK)
@@ -52,20 +52,19 @@ BUFFERS = Target(
 NORMALIZE = Target(f"{_MODEL}._normalize_context_k", ("self", "all_k"), {"12dac2d398bd3680": BOTH})
 STORE = Target(f"{_MODEL}.precompute_and_store_context_kv", _STORE, {"80ad4d7dc101bc18": BOTH})
 _BEAM_MODEL = "vllm.models.beam.nvidia.dflash2:DFlash2BeamModel"
-_OF_033 = ("0.33.0",)
-BEAM_STORE = Target(f"{_BEAM_MODEL}.precompute_and_store_context_kv", _STORE, {"7608ba69498d17bf": _OF_033})
+BEAM_STORE = Target(f"{_BEAM_MODEL}.precompute_and_store_context_kv", _STORE, {"7608ba69498d17bf": ONLY_033})
 BEAM_TARGETS = (
     BEAM_STORE,
-    Target(f"{_BEAM_MODEL}.build_context_kv_weights", ("self",), {"2ece7020c2ae986b": _OF_033}),
+    Target(f"{_BEAM_MODEL}.build_context_kv_weights", ("self",), {"2ece7020c2ae986b": ONLY_033}),
     Target(f"{_BEAM_MODEL}._store_fused_context_kv", ("self", "kv", "positions", "slot_mapping")),
 )
 _MUSE_MODEL = "vllm.models.muse_spark.common.dspark:MuseSparkDSparkModel"
 MUSE_PROJECT = Target(
-    f"{_MUSE_MODEL}._project_muse_context_kv", ("self", "context_states"), {"0109ff63e075273b": _OF_033}
+    f"{_MUSE_MODEL}._project_muse_context_kv", ("self", "context_states"), {"0109ff63e075273b": ONLY_033}
 )
 MUSE_TARGETS = (
     MUSE_PROJECT,
-    Target(f"{_MUSE_MODEL}._build_fused_kv_buffers", ("self",), {"33ed6cad79ec72bf": _OF_033}),
+    Target(f"{_MUSE_MODEL}._build_fused_kv_buffers", ("self",), {"33ed6cad79ec72bf": ONLY_033}),
 )
 QWEN_TARGETS = (PROJECT, BUFFERS, NORMALIZE, STORE)
 TARGETS = (*QWEN_TARGETS, *BEAM_TARGETS, *MUSE_TARGETS)

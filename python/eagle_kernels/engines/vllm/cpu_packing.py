@@ -12,12 +12,13 @@ from torch import nn
 
 from ...quantized_weight import QuantizedWeight
 from ..gates import Target
+from .registry import ONLY_032, ONLY_033
 
 # With the flag set, this makes `cpu_linear` torch's own product; else it packs the weight.
 PROCESS = Target(
     "vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
     ("self", "layer"),
-    {"372714890df8ddaf": ("0.32.0",), "7d012504b2ec3a7e": ("0.33.0",)},
+    {"372714890df8ddaf": ONLY_032, "7d012504b2ec3a7e": ONLY_033},
 )
 _FLAG = "_cpu_skip_gemm_dispatch"
 

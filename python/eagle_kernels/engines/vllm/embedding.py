@@ -17,14 +17,14 @@ from ..eligibility import log_once
 from ..gates import Target
 from ..projection import check_backend
 from . import LOGGER
-from .registry import leaving_to_vllm
+from .registry import BOTH, leaving_to_vllm
 
 NAME = "VocabParallelEmbedding"
 # `forward` is replaced as a whole.
 FORWARD = Target(
     f"vllm.model_executor.layers.vocab_parallel_embedding:{NAME}.forward",
     ("self", "input_"),
-    {"a3b00bb42850db7e": ("0.32.0", "0.33.0")},
+    {"a3b00bb42850db7e": BOTH},
 )
 REGISTERED = Target("vllm.model_executor.custom_op:op_registry_oot")
 

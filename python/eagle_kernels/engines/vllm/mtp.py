@@ -17,7 +17,7 @@ from ..eligibility import log_once
 from ..gates import Target, TargetError, resolve
 from . import LOGGER, fused_norms
 from .normed_linear import FusedNorms, Stage, fuse
-from .registry import BOTH, Config, hook_models, when_loaded
+from .registry import BOTH, ONLY_033, Config, hook_models, when_loaded
 
 _MODELS = "vllm.model_executor.models"
 
@@ -220,11 +220,11 @@ LAYERS = (
         Target(
             "vllm.models.step5.nvidia.mtp:Step5MultiTokenPredictorLayer.forward",
             ("self", *_BY_IDS.split(), ...),
-            {"da6ffe4214345e37": ("0.33.0",)},
+            {"da6ffe4214345e37": ONLY_033},
         ),
         norm=("vllm.models.step5.nvidia.layernorm:Step5RMSNorm", None),
         fused_norms=fused_norms.of_step5,
-        others=(Target("vllm.models.step5.nvidia.layernorm:_step5_rms_norm", None, {"2dac6dc2c26a4723": ("0.33.0",)}),),
+        others=(Target("vllm.models.step5.nvidia.layernorm:_step5_rms_norm", None, {"2dac6dc2c26a4723": ONLY_033}),),
     ),
     replace(
         _layer(

@@ -12,7 +12,7 @@ from ...environment import EngineSwitches
 from ..eligibility import log_once
 from ..gates import Target
 from ..projection import leaving_to
-from . import LOGGER
+from . import LOGGER, TESTED_VERSIONS
 
 # What the environment asked of the plugin, for all of its hooks; set before they are put in.
 switches = EngineSwitches(frozenset(), False, ())
@@ -31,11 +31,12 @@ def batch_invariant_reason() -> str | None:
     return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels" if vllm.envs.VLLM_BATCH_INVARIANT else None
 
 
-# The versions that have a body alike.
-BOTH = ("0.32.0", "0.33.0")
+# The versions that have a body.
+BOTH = TESTED_VERSIONS
+ONLY_032, ONLY_033 = BOTH[:1], BOTH[1:]
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
-# New in 0.33.
-OF_033 = frozenset(
+# In 0.33 alone.
+NEW_ARCHITECTURES = frozenset(
     {"Qwen3XPressModel", "DFlashQwen3XPressModel", "DFlash2BeamDraftModel", "MuseSparkDSparkModel", "Step5MTP"}
 )
 
@@ -63,7 +64,7 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
     """Put `hook` in front of every architecture that is registered; another plugin's entry is hooked like vLLM's own,
     and an entry that a plugin registers later replaces this one."""
     models = MODELS.find()[2]
-    missing = [architecture for architecture in architectures if architecture not in models.keys() | OF_033]
+    missing = [architecture for architecture in architectures if architecture not in models.keys() | NEW_ARCHITECTURES]
     if missing:
         message = f"{', '.join(missing)} are not in vLLM's registry, and stay untouched"
         log_once(LOGGER, logging.WARNING, message)
@@ -77,7 +78,7 @@ def hook_models(architectures: Sequence[str], hook: Callable[[type[nn.Module]], 
 class Config:
     """What hooks read of a VllmConfig and of the model that is built with it.
 
-    max_rows: most rows of a forward.  compiled: whether vLLM compiles the model.  lora: whether adapters may replace
+    max_rows: the max rows of a forward.  compiled: whether vLLM compiles the model.  lora: whether adapters may replace
         layers.
     """
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..eligibility import log_once
 from ..gates import Target, TargetError, resolve
 from . import LOGGER
+from .registry import ONLY_032, ONLY_033
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
 _PROPOSE = ("self", "input_batch", "attn_metadata", "slot_mappings", "last_hidden_states", "aux_hidden_states", ...)
@@ -27,12 +28,12 @@ _STORE = ("self", "num_tokens", "last_hidden_states", "aux_hidden_states", "num_
 EAGLE = Target(
     f"{_SPECULATORS}.eagle.speculator:EagleSpeculator.propose",
     _PROPOSE,
-    {"091c2eaedc335787": ("0.32.0",), "3b07390161d358ad": ("0.33.0",)},
+    {"091c2eaedc335787": ONLY_032, "3b07390161d358ad": ONLY_033},
 )
 DFLASH = Target(
     f"{_SPECULATORS}.dflash.speculator:DFlashSpeculator._store_hidden_states",
     _STORE,
-    {"dcffd6537bec434c": ("0.33.0",)},
+    {"dcffd6537bec434c": ONLY_033},
 )
 
 
