@@ -282,6 +282,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "ChainedHiddenStates: norm_output is 'no', expected True or False",
     ),
     (
+        lambda: ek.rotate_token_ids(torch.arange(1).expand(3), torch.tensor([1]), torch.tensor([0])),
+        ValueError,
+        "rotate_token_ids: ids has strides (0,), expected entries of its own, because ids is written",
+    ),
+    (
         lambda: ek.rotate_token_ids(torch.arange(3), torch.tensor([1]), torch.tensor([3])),
         ValueError,
         "rotate_token_ids: last_rows has a row outside of ids, expected rows in [0, 3)",

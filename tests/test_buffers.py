@@ -426,3 +426,26 @@ def test_compiled_captures_share_one_graph() -> None:
         assert torch.equal(compiled(hidden), hidden)
         aux.capture(1, hidden)
     assert frames.frame_count == 1
+
+
+def test_a_compiled_step_has_one_graph_for_every_number_of_rows() -> None:
+    """The number of rows that a view is asked for became a constant of the graph."""
+    aux, chained = ek.AuxHiddenStates(64, K, H), ek.ChainedHiddenStates(64, H)
+    weight, gain = torch.randn(H, K * H).bfloat16(), torch.rand(K, H).bfloat16()
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        n = hidden.shape[0]
+        for k in range(K):
+            aux.capture(k, hidden)
+        sum_squares = aux.row_sum_squares(n)
+        out = ek.norm_concat_linear(aux.packed(n), weight, norm_weight=gain, sum_squares=sum_squares)
+        chained.load(out)
+        return chained.current(n) * 2
+
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(step, backend=frames, fullgraph=True, dynamic=True)
+    for rows in range(2, 14):
+        hidden = torch.randn(rows, H).bfloat16()
+        assert torch.equal(compiled(hidden), step(hidden))
+    assert frames.frame_count == 1

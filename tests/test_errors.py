@@ -209,6 +209,7 @@ SOURCE_ERRORS = [
     ({"eps": [1e-6, 1e-5]}, ValueError, "eps has 2 entries, expected one, or 3 for norm='chunk'"),
     ({"norm": "concat", "eps": [1e-6] * 3}, ValueError, "eps has 3 entries, expected one, or 1 for norm='concat'"),
     ({"eps": "small"}, TypeError, "eps is a str, expected a number or a sequence of numbers"),
+    ({"eps": {1e-6, 1e-5}}, TypeError, "eps is a set, expected a number or a sequence of numbers"),
     ({"eps": None}, TypeError, "eps is a NoneType, expected a number or a sequence of numbers"),
     ({"eps": [1e-6, None, 1e-6]}, TypeError, "eps[1] is a NoneType, expected a number"),
     ({"norm_offset": "one"}, TypeError, "norm_offset is a str, expected a number"),

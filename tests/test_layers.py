@@ -532,3 +532,30 @@ def test_autocast_does_not_round_a_dequantized_weight(format: str) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             under_autocast = layer(chunks)
         assert torch.equal(under_autocast, layer(chunks))
+
+
+class _Doubled(torch.nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * 2
+
+
+@needs_packing
+def test_a_parametrized_weight_is_not_packed() -> None:
+    """Its setter raised, and left a layer without a weight."""
+    layer, chunks = make_layer(bias=True), torch.randn(T, K * H).bfloat16()
+    torch.nn.utils.parametrize.register_parametrization(layer.fc, "weight", _Doubled())
+    before = layer(chunks)
+    expected = "fc.weight is parametrized, expected a plain parameter, because a parametrization would have to compute"
+    with pytest.raises(RuntimeError, match=expected):
+        layer.prepack()
+    assert torch.equal(layer(chunks), before)
+
+
+def test_a_parametrized_bias_of_a_quantized_weight_is_read() -> None:
+    layer, chunks = make_layer(bias=True).quantize("fp8_row"), torch.randn(T, K * H).bfloat16()
+    without = layer(chunks)
+    bias = layer.fc.bias.clone()
+    torch.nn.utils.parametrize.register_parametrization(layer.fc, "bias", _Doubled())
+    assert not torch.equal(layer(chunks), without)
+    torch.nn.utils.parametrize.remove_parametrizations(layer.fc, "bias")
+    assert torch.equal(layer.fc.bias, 2 * bias)

@@ -200,6 +200,20 @@ def test_the_scale_is_rounded_as_the_engine_rounds_it(rounded: bool, expected: f
     assert same_bits(layer(hidden, ids, table=table), layer(hidden, embeds=lookup(table, ids, expected)))
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_rounded_scale_compiles_into_one_graph(normed: bool) -> None:
+    """It was rounded in each call, by a tensor whose value no trace knows."""
+    layer, (hidden, ids, table) = (
+        make_layer(normed=normed, embedding_scale=1.7, round_embedding_scale=True),
+        make_inputs(),
+    )
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (T, 2):
+        ours = compiled(hidden[:rows], ids[:rows], table=table)
+        assert same_bits(ours, layer(hidden[:rows], ids[:rows], table=table))
+
+
 def test_static_buffers_are_allocated_once_and_keep_their_address() -> None:
     config = {"mask_position_zero": True, "normed": False, "embedding_scale": 2.0}
     layer, (hidden, ids, table) = make_layer(**config), make_inputs()

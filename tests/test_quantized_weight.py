@@ -5,10 +5,12 @@ import io
 import logging
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels import QuantizedWeight, quantize
 from eagle_kernels.quantized_weight import FORMATS, num_bytes
@@ -81,6 +83,34 @@ def test_what_quantizing_costs_is_logged(format: str, magnitude: float, caplog: 
     truth = weight.double()
     error = (quantize(weight, format).dequantize(torch.float64) - truth).norm() / truth.norm()
     assert caplog.messages[-1].endswith(f"relative error {error:.2e}")
+
+
+class _LargestResult(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: tuple = (), named: dict | None = None) -> Any:
+        result = function(*arguments, **named or {})
+        if isinstance(result, torch.Tensor) and result.dtype.itemsize >= 4:
+            self.numbers = max(self.numbers, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_weight_is_in_fp32_as_a_whole(format: str) -> None:
+    """Rounding a bf16 weight of 100 MB to nvfp4 took 2.3 GB."""
+    weight = torch.randn(130, 1 << 16).bfloat16()
+    with _LargestResult() as largest:
+        quantize(weight, format)
+    assert largest.numbers <= 1 << 22
+
+
+def test_a_weight_that_12_bits_make_larger_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    weight = torch.randn(512, 1024).bfloat16()
+    quantize(weight, "bf16_12bit")
+    assert not caplog.records
+    weight[7] = torch.randint(-(2**15), 2**15, (1024,), dtype=torch.int16).view(torch.bfloat16)
+    quantize(weight, "bf16_12bit")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_zeros_are_exact(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -313,6 +314,20 @@ def test_compile_fullgraph_dynamic(stage: str, backend: str) -> None:
     assert len(set(compilations)) == 1
 
 
+def test_an_index_of_unknown_length_compiles() -> None:
+    """Its checks asked whether there are two rows, which no trace knows."""
+    weight = rows(D, 2 * H)
+
+    def accepted_rows(hidden: Tensor, accepted: Tensor) -> Tensor:
+        return ek.norm_concat_linear([hidden, hidden], weight, indices=accepted.nonzero().squeeze(-1))
+
+    torch._dynamo.reset()
+    hidden, accepted = rows(5, H), torch.tensor([True, False, True, True, False])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(accepted_rows, backend="aot_eager", fullgraph=True)
+        assert same_bits(compiled(hidden, accepted), accepted_rows(hidden, accepted))
+
+
 class Stage(torch.nn.Module):
     def __init__(self, function: object) -> None:
         super().__init__()
@@ -341,6 +356,18 @@ def test_export_with_a_dynamic_number_of_rows(stage: str) -> None:
         arguments = make(length)
         torch.manual_seed(length)
         torch.testing.assert_close(module(*arguments), function(*make(length)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("stage", ["norm_concat", "norm_concat_linear", "norm_concat_linear_quantized"])
+def test_a_package_of_aotinductor_runs(stage: str, tmp_path: Path) -> None:
+    """It passes None for an empty list of tensors."""
+    function, make, _ = STAGES[stage]
+    arguments = make(5)
+    with torch.no_grad():
+        program = torch.export.export(Stage(function), arguments, strict=False)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "stage.pt2"))
+    result = torch._inductor.aoti_load_package(package)(*arguments)
+    torch.testing.assert_close(result, function(*arguments), rtol=0, atol=0)
 
 
 def test_export_with_a_dynamic_width_of_a_chunk() -> None:

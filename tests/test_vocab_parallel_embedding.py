@@ -76,6 +76,8 @@ def test_rows_without_columns(scale: float | None, cpu_isa: str) -> None:
     shard = ek.VocabShard.build(64, tp_rank=0, tp_size=1)
     out = torch.empty(2, 0)
     assert ek.vocab_parallel_embedding(torch.tensor([3, 77]), torch.empty(64, 0), shard, scale=scale, out=out) is out
+    ids, out = torch.tensor([[3, 77, 4]]), torch.empty(1, 3, 0)
+    assert ek.vocab_parallel_embedding(ids, torch.empty(64, 0), shard, scale=scale, out=out) is out
     assert ek.vocab_parallel_embedding(torch.tensor([3, 77]), torch.empty(64, 0), shard, scale=scale).shape == (2, 0)
 
 

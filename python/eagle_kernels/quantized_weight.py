@@ -240,11 +240,8 @@ class QuantizedWeight:
         return out
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, end row, values), 4 M values at a time: 100 MB of codes never exist in fp32 as a whole."""
-        D, W = self.shape
-        step = max(1, (1 << 22) // max(W, 1))
-        for begin in range(0, D, step):
-            end = min(begin + step, D)
+        """(first row, end row, values) of each piece."""
+        for begin, end in _pieces(self.shape):
             yield begin, end, values_of(self.codes[begin:end]).to(dtype) * self._scales_of_rows(begin, end, dtype)
 
     def _scales_of_rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -253,6 +250,14 @@ class QuantizedWeight:
         blocks = self.scales[begin // rows : (end - 1) // rows + 1].float().to(dtype)
         blocks = blocks[row - begin // rows].repeat_interleave(columns, 1)[:, : self.shape[1]]
         return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
+
+
+def _pieces(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(first row, end row), 4 M numbers at a time: no weight exists in fp32 as a whole."""
+    D, W = shape
+    step = max(1, (1 << 22) // max(W, 1))
+    for begin in range(0, D, step):
+        yield begin, min(begin + step, D)
 
 
 class CompressedWeight(QuantizedWeight):
@@ -443,21 +448,27 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     D, W = weight.shape
     if format == COMPRESSED:
         compressed = _compressed(weight)
-        _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s", format, D, W, _sizes(compressed, weight))
+        # A row of numbers far apart lengthens the table of exponents for all rows.
+        level = logging.INFO if compressed.nbytes < weight.nbytes else logging.WARNING
+        _LOGGER.log(level, "eagle_kernels: quantize to %s: [%d, %d], %s", format, D, W, _sizes(compressed, weight))
         return compressed
     kind = FORMATS[format]
     rows, columns = kind.block[0] or D, kind.block[1] or W
     if kind.columns_of_a_row is not None and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
-    wide = weight.float().contiguous()  # the codes get its strides, and need a last stride of 1
-    if not wide.isfinite().all():
-        raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
-    padded = F.pad(wide.abs(), (0, -W % columns, 0, -D % rows))
-    largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+    of_columns = []
+    for begin, end in _pieces(weight.shape):
+        magnitudes = weight[begin:end].float().abs()
+        if not magnitudes.isfinite().all():
+            raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
+        of_columns.append(F.pad(magnitudes, (0, -W % columns)).unflatten(1, (-1, columns)).amax(2))
+    largest = F.pad(torch.cat(of_columns), (0, 0, 0, -D % rows)).unflatten(0, (-1, rows)).amax(1)
     scales, global_scale = _scales_for(largest, kind)
-    effective = scales.float() if global_scale is None else scales.float() * global_scale
-    spread = effective.repeat_interleave(rows, 0)[:D].repeat_interleave(columns, 1)[:, :W]
-    quantized = QuantizedWeight(_codes_for(wide / spread, kind), scales, format, global_scale)
+    codes = torch.empty(D, W // kind.columns_per_code, dtype=kind.codes, device=weight.device)
+    quantized = QuantizedWeight(codes, scales, format, global_scale)
+    for begin, end in _pieces(weight.shape):
+        spread = quantized._scales_of_rows(begin, end, torch.float32)
+        codes[begin:end] = _codes_for(weight[begin:end].float().contiguous() / spread, kind)
     sizes, error = _sizes(quantized, weight), _relative_error(quantized, weight)
     _LOGGER.info("eagle_kernels: quantize to %s: [%d, %d], %s, relative error %.2e", format, D, W, sizes, error)
     return quantized
