@@ -574,115 +574,145 @@ inline Place place_behind(const NormConcatLinear& op, const Block& block, Place 
   return {block.end_panel(), step};
 }
 
+// The products of the panels of a block, a stretch of codes at a time.
 template <class Code, class Lines>
-void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  constexpr int64_t kStretchBytes = bytes_of<Code>(kStretch);
-  constexpr int64_t kAheadSteps = (kAheadBytes + kStretchBytes - 1) / kStretchBytes * kStretchSteps;
-  constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
-  const int64_t shared = op.scales.block_columns, block_steps = shared > kStretch ? kStretchSteps : shared / kTileK;
-  Stretches stretches;
-  typename Lines::Panel panels[kMaxCodesBlockPanels];
-  UnscaledSums unscaled;
-  int64_t row_steps[kStretchSteps];  // where a step's packed rows are, from those of the stretch's first step
-  for (int64_t i = 0; i < kStretchSteps; ++i) row_steps[i] = packed_tile(op, 0, i) - packed_tile(op, 0, 0);
-  const int64_t row_bytes = 4 * tile_rows(op);
+class StretchProducts {
+ public:
+  explicit StretchProducts(const NormConcatLinear& op)
+      : op_(op), shared_(op.scales.block_columns), row_bytes_(4 * tile_rows(op)) {
+    for (int64_t i = 0; i < kStretchSteps; ++i) row_steps_[i] = packed_tile(op, 0, i) - packed_tile(op, 0, 0);
+  }
 
-  const auto multiply = [&](const Block& block, float* block_sums) {
-    const auto is_inside = [&](Place place) {
-      return place.panel < block.end_panel() && place.step < block.end_step();
-    };
-    const auto widening = [&](Place place, BFloat16* stretch) {
-      // Past the last panel nothing is widened.
-      typename Lines::Panel& panel = panels[is_inside(place) ? place.panel - block.panel : 0];
-      if (place.step == 0 && is_inside(place)) panel = typename Lines::Panel(op, place.panel);
-      const Place later = place_behind(op, block, place, kAheadSteps);
-      return Widening<Code, Lines>(op, Lines(op, panel, place), place, later, stretch);
-    };
-    // The totals of a panel = (or +=) some steps of a stretch by all groups, times the scales if given. Without scales
-    // the sums of up to two groups stay in their tiles: stretches take the groups forwards and backwards in turn, so
-    // that the last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.2 ms; otherwise 4.4).
-    const int64_t pairs = (block.groups + 1) / 2;
-    int64_t turn = 0;
-    const auto add_steps = [&](const BFloat16* stretch, Place place, int64_t steps, const Float* scales, bool first,
-                               float* totals, auto beside) {
-      const bool begins = place.step == block.step, ends = place.step + steps == block.end_step();
-      for (int64_t i = 0; i < pairs; ++i) {
-        const int64_t g = 2 * (turn == 0 ? i : pairs - 1 - i);
-        const BFloat16* numbers = stretch + place.step % kStretchSteps * kStepSize;
-        const BFloat16* rows = packed_tile(op, block.group + g, place.step / kStretchSteps * kStretchSteps);
-        float* total = totals + group_sums(op, g);
-        const auto run = [&](auto two_groups) {
-          constexpr bool kTwoGroups = decltype(two_groups)::value;
-          if (first || scales != nullptr) {
-            zero_sums();
-          } else if (i > 0 || begins) {
-            load_sums<kTwoGroups>(total);
-          }
-          const auto beside_and_add = [&] {
-            beside();
-            unscaled.add();
-          };
-          multiply_stretch<kTwoGroups>(numbers, rows, row_steps + place.step % kStretchSteps, steps, row_bytes,
-                                       beside_and_add);
-          if (scales != nullptr) {
-            store_sums<kTwoGroups>(unscaled.sums);
-            __builtin_memcpy(unscaled.scales, scales, sizeof unscaled.scales);
-            unscaled.groups = kTwoGroups ? 2 : 1;
-            unscaled.first = first;
-            unscaled.totals = total;
-          } else if (i + 1 < pairs || ends) {
-            store_sums<kTwoGroups>(total);
-          }
-        };
-        g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
-      }
-    };
-    widening({block.panel, block.step}, stretches[0]).finish(kPanelColumns);
+  // Adds the block's products to the sums of its panels.
+  void multiply(const Block& block, float* block_sums) {
+    turn_ = 0;
+    widening(block, {block.panel, block.step}, stretches_[0]).finish(kPanelColumns);
     for (int64_t panel = block.panel; panel < block.end_panel(); ++panel) {
-      float* totals = block_sums + (panel - block.panel) * panel_sums_size(op);
-      const typename Lines::Panel& scales = panels[panel - block.panel];
-      const auto read_scales = [&](int64_t step, Float (*of_sums)[kStripVectors]) {
-        scales.read(step * kTileK / shared, 1, of_sums);
-        return of_sums[0];
-      };
-      for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn ^= 1) {
-        BFloat16* stretch = stretches[turn];
-        const Place here{panel, step};
-        const int64_t steps = block.end_step() - step < kStretchSteps ? block.end_step() - step : kStretchSteps;
-        const Place next = place_behind(op, block, here, steps);
-        Widening<Code, Lines> widen_next = widening(next, stretches[turn ^ 1]);
-        const int64_t next_rows = is_inside(next) ? kPanelColumns : 0;
-        const int64_t products = steps * pairs, share = (next_rows + products - 1) / products;
-        int64_t done = 0;
-        const auto beside = [&] { widen_next.widen_until(done += share); };
-        Float of_sums[1][kStripVectors];
-        if (scales.has_whole_sums) {
-          add_steps(stretch, here, steps, nullptr, step == 0, totals, beside);
-        } else if constexpr (kByRatios) {
-          const int64_t left = op.source.width - step * kTileK, columns = left < kStretch ? left : kStretch;
-          for (int64_t i = 0; i * shared < columns; ++i) {
-            Widening<Code, Lines>(op, Lines(op, i), here, here, stretch).finish(kPanelColumns);
-            const Float* scale = read_scales(step + i * block_steps, of_sums);
-            add_steps(stretch, here, steps, scale, step + i == 0, totals, [] {});
-          }
-        } else {
-          for (int64_t part = step; part < step + steps; part += block_steps) {
-            const int64_t part_steps = step + steps - part < block_steps ? step + steps - part : block_steps;
-            const Float* scale = read_scales(part, of_sums);
-            add_steps(stretch, {panel, part}, part_steps, scale, part == 0, totals, beside);
-          }
-        }
-        widen_next.finish(next_rows);
+      float* totals = block_sums + (panel - block.panel) * panel_sums_size(op_);
+      for (int64_t step = block.step; step < block.end_step(); step += kStretchSteps, turn_ ^= 1) {
+        multiply_stretch_of(block, {panel, step}, totals);
       }
-      unscaled.add();
+      unscaled_.add();
     }
-  };
-  const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* totals) {
-    const typename Lines::Panel& scales = panels[(panel - panel_begin) % block_panels(op)];
-    if (!scales.has_whole_sums) return finish_panel(op, panel, group, groups, totals, nullptr);
+  }
+
+  // Turns the sums of one of the block's panels, the one at this index, into the result.
+  void finish(int64_t panel, int64_t index, int64_t group, int64_t groups, const float* totals) const {
+    const Panel& scales = panels_[index];
+    if (!scales.has_whole_sums) return finish_panel(op_, panel, group, groups, totals, nullptr);
     Float of_columns[1][kStripVectors];
     scales.read_whole(of_columns);
-    finish_panel(op, panel, group, groups, totals, of_columns[0]);
+    finish_panel(op_, panel, group, groups, totals, of_columns[0]);
+  }
+
+ private:
+  using Panel = typename Lines::Panel;
+  static constexpr bool kByRatios = std::is_same_v<Lines, RatioLines<Code>>;
+  static constexpr int64_t kStretchBytes = bytes_of<Code>(kStretch);
+  static constexpr int64_t kAheadSteps = (kAheadBytes + kStretchBytes - 1) / kStretchBytes * kStretchSteps;
+
+  static bool is_inside(const Block& block, Place place) {
+    return place.panel < block.end_panel() && place.step < block.end_step();
+  }
+  Widening<Code, Lines> widening(const Block& block, Place place, BFloat16* stretch) {
+    // Past the last panel nothing is widened.
+    Panel& panel = panels_[is_inside(block, place) ? place.panel - block.panel : 0];
+    if (place.step == 0 && is_inside(block, place)) panel = Panel(op_, place.panel);
+    const Place later = place_behind(op_, block, place, kAheadSteps);
+    return Widening<Code, Lines>(op_, Lines(op_, panel, place), place, later, stretch);
+  }
+
+  // A stretch is multiplied while the next one is widened.
+  void multiply_stretch_of(const Block& block, Place here, float* totals) {
+    const int64_t left_steps = block.end_step() - here.step;
+    const int64_t steps = left_steps < kStretchSteps ? left_steps : kStretchSteps;
+    const Place next = place_behind(op_, block, here, steps);
+    Widening<Code, Lines> widen_next = widening(block, next, stretches_[turn_ ^ 1]);
+    const int64_t next_rows = is_inside(block, next) ? kPanelColumns : 0;
+    const int64_t products = steps * num_pairs(block), share = (next_rows + products - 1) / products;
+    int64_t done = 0;
+    const auto beside = [&] { widen_next.widen_until(done += share); };
+    const Panel& scales = panels_[here.panel - block.panel];
+    if (scales.has_whole_sums) {
+      add_steps(block, here, steps, nullptr, here.step == 0, totals, beside);
+    } else if constexpr (kByRatios) {
+      const int64_t left = op_.source.width - here.step * kTileK, columns = left < kStretch ? left : kStretch;
+      for (int64_t i = 0; i * shared_ < columns; ++i) {
+        Widening<Code, Lines>(op_, Lines(op_, i), here, here, stretches_[turn_]).finish(kPanelColumns);
+        Float of_sums[1][kStripVectors];
+        scales.read((here.step + i * block_steps()) * kTileK / shared_, 1, of_sums);
+        add_steps(block, here, steps, of_sums[0], here.step + i == 0, totals, [] {});
+      }
+    } else {
+      for (int64_t part = here.step; part < here.step + steps; part += block_steps()) {
+        const int64_t left = here.step + steps - part, part_steps = left < block_steps() ? left : block_steps();
+        Float of_sums[1][kStripVectors];
+        scales.read(part * kTileK / shared_, 1, of_sums);
+        add_steps(block, {here.panel, part}, part_steps, of_sums[0], part == 0, totals, beside);
+      }
+    }
+    widen_next.finish(next_rows);
+  }
+
+  // The totals of a panel = (or +=) some steps of a stretch by all groups, times the scales if given. Without scales
+  // the sums of up to two groups stay in their tiles: stretches take the groups forwards and backwards in turn, so that
+  // the last ones of a stretch are the first ones of the next (fp8_row, T = 64: 4.2 ms; otherwise 4.4).
+  template <class Beside>
+  [[gnu::always_inline]] void add_steps(const Block& block, Place place, int64_t steps, const Float* scales, bool first,
+                                        float* totals, Beside beside) {
+    const bool begins = place.step == block.step, ends = place.step + steps == block.end_step();
+    const int64_t pairs = num_pairs(block);
+    for (int64_t i = 0; i < pairs; ++i) {
+      const int64_t g = 2 * (turn_ == 0 ? i : pairs - 1 - i);
+      const BFloat16* numbers = stretches_[turn_] + place.step % kStretchSteps * kStepSize;
+      const BFloat16* rows = packed_tile(op_, block.group + g, place.step / kStretchSteps * kStretchSteps);
+      float* total = totals + group_sums(op_, g);
+      const auto run = [&](auto two_groups) {
+        constexpr bool kTwoGroups = decltype(two_groups)::value;
+        if (first || scales != nullptr) {
+          zero_sums();
+        } else if (i > 0 || begins) {
+          load_sums<kTwoGroups>(total);
+        }
+        const auto beside_and_add = [&] {
+          beside();
+          unscaled_.add();
+        };
+        multiply_stretch<kTwoGroups>(numbers, rows, row_steps_ + place.step % kStretchSteps, steps, row_bytes_,
+                                     beside_and_add);
+        if (scales != nullptr) {
+          store_sums<kTwoGroups>(unscaled_.sums);
+          __builtin_memcpy(unscaled_.scales, scales, sizeof unscaled_.scales);
+          unscaled_.groups = kTwoGroups ? 2 : 1;
+          unscaled_.first = first;
+          unscaled_.totals = total;
+        } else if (i + 1 < pairs || ends) {
+          store_sums<kTwoGroups>(total);
+        }
+      };
+      g + 1 < block.groups ? run(std::true_type{}) : run(std::false_type{});
+    }
+  }
+
+  static int64_t num_pairs(const Block& block) { return (block.groups + 1) / 2; }
+  int64_t block_steps() const { return shared_ > kStretch ? kStretchSteps : shared_ / kTileK; }
+
+  const NormConcatLinear& op_;
+  const int64_t shared_;              // columns that share a scale
+  int64_t row_steps_[kStretchSteps];  // where a step's packed rows are, from those of the stretch's first step
+  const int64_t row_bytes_;
+  Stretches stretches_;
+  int64_t turn_ = 0;  // which of the two stretches is multiplied
+  Panel panels_[kMaxCodesBlockPanels];
+  UnscaledSums unscaled_;
+};
+
+template <class Code, class Lines>
+void amx_project_stretches(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  StretchProducts<Code, Lines> products(op);
+  const auto multiply = [&](const Block& block, float* sums) { products.multiply(block, sums); };
+  const auto finish = [&](int64_t panel, int64_t group, int64_t groups, const float* totals) {
+    products.finish(panel, (panel - panel_begin) % block_panels(op), group, groups, totals);
   };
   for_each_block(op, panel_begin, panel_end, 2 * kStretchSteps, multiply, finish);
 }
