@@ -33,7 +33,7 @@ def test_the_scaled_embedding_has_the_bits_of_each_engine(name: str, embedding: 
     def ours(engine: str) -> torch.Tensor:
         rounded = engine in families()[name].scale_rounded_by
         config = ek.MTPConfig(H, embedding_scale=H**0.5, round_embedding_scale=rounded)
-        scale = ek.MTPProjection(config)._scale(torch.bfloat16)
+        scale = ek.MTPProjection(config)._scales[torch.bfloat16]
         return ek.VocabParallelEmbedding.from_weight(table, shard, scale=scale)(ids)
 
     assert same_bits(ours("transformers"), theirs(ids).detach()) and same_bits(ours("vllm"), ours("transformers"))
