@@ -205,8 +205,10 @@ def _norm_concat_linear_partial(
             total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
     if SCALED == "rows":
         row_scale = load_scales(scale_rows, every_row, SCALES)
+        if global_scale_ptr is not None:  # one after the other, scales of 1e37 and 1e-37 would overflow
+            row_scale *= tl.load(global_scale_ptr)
         total *= row_scale[:, None] if SWAP else row_scale[None, :]
-    if global_scale_ptr is not None:
+    elif global_scale_ptr is not None:
         total *= tl.load(global_scale_ptr)
 
     partial_row = partial_ptr + (part * N + n) * partial_row_stride
@@ -306,8 +308,11 @@ def _norm_concat_linear_finalize(
         projected *= rstd_of(all_squares / (len(WIDTHS) * WIDTHS[0]) + eps[0]) * (1 / GAIN_SCALE)
     if scale_ptr is not None:
         scale_row = d.to(tl.int64) // BLOCK_ROWS if BLOCK_ROWS else d * 0
-        projected *= load_scales(scale_ptr + scale_row * scale_row_stride, d < D, SCALES)
-    if global_scale_ptr is not None:
+        scale = load_scales(scale_ptr + scale_row * scale_row_stride, d < D, SCALES)
+        if global_scale_ptr is not None:
+            scale *= tl.load(global_scale_ptr)
+        projected *= scale
+    elif global_scale_ptr is not None:
         projected *= tl.load(global_scale_ptr)
     if bias_ptr is not None:
         projected += to_fp32(tl.load(bias_ptr + d, mask=d < D, other=0.0))

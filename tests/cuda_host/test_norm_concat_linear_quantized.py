@@ -477,6 +477,16 @@ def test_a_global_scale_multiplies_every_format(name: str, T: int) -> None:
 
 
 @by_all
+@pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "int8_row"])
+def test_scales_that_are_far_apart_do_not_overflow(name: str, T: int) -> None:
+    chunks, weight, _ = make_call(name, T)
+    scales, of_all = torch.rand(weight.scales.shape) + 0.1, torch.tensor(2.0**120)
+    near = QuantizedWeight.of_tensors(weight.codes, scales, None, name, weight.block)
+    far = QuantizedWeight.of_tensors(weight.codes, scales * 2.0**-120, of_all, name, weight.block)
+    assert same_bits(ek.norm_concat_linear(chunks, far), ek.norm_concat_linear(chunks, near))
+
+
+@by_all
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "mxfp8"])
 def test_a_nan_code_is_in_its_column_alone(name: str, T: int) -> None:
     chunks, weight, _ = make_call(name, T)

@@ -117,6 +117,18 @@ def test_every_code_and_scale(format: str) -> None:
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.parametrize("T", [5, 40])
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row"])
+def test_scales_that_are_far_apart_do_not_overflow(format: str, T: int) -> None:
+    call = operands(Case("bf16", (128,) * 2, T, D=40))
+    weight = ek.quantize(call.projection["weight"], format)
+    scales, of_all = torch.rand(weight.scales.shape) + 0.1, torch.tensor(2.0**120)
+    near = ek.QuantizedWeight.of_tensors(weight.codes, scales, None, format, weight.block)
+    far = ek.QuantizedWeight.of_tensors(weight.codes, scales * 2.0**-120, of_all, format, weight.block)
+    results = [replace(call, projection={"weight": weight}).norm_concat_linear() for weight in (far, near)]
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("format", ["fp8_row", "mxfp4", "nvfp4"])
 def test_a_code_times_a_large_gain_stays_in_fp16(format: str) -> None:
     """448 * 300, and 6 * 448 * 300 with nvfp4, exceed fp16's maximum of 65504."""

@@ -776,9 +776,7 @@ MUTANTS = (
     Mutant(TRITON("dequantize"), "value - rounded", "value * 0"),
     Mutant(TRITON("dequantize"), 'tl.abs(rounded) == float("inf")', "rounded != rounded"),
     Mutant(TRITON("dequantize"), "* num_matrices) // 16 * 16, 16)", ") // 16 * 16, 16)"),
-    Mutant(
-        TRITON("norm_concat_linear"), "projected *= load_scales(scale_ptr", "projected *= 1 + 0 * load_scales(scale_ptr"
-    ),
+    Mutant(TRITON("norm_concat_linear"), "scale = load_scales(scale_ptr", "scale = 1 + 0 * load_scales(scale_ptr"),
     Mutant(TRITON("norm_concat_linear"), "i * N * row_stride + begin", "i * N * row_stride"),
     Mutant(TRITON("norm_concat_linear"), "first_sum + i * N * row_stride", "first_sum"),
     Mutant(TRITON("codes"), 'tl.where(magnitude == 0x7F, float("nan"), value)', "value"),
