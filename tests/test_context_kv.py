@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
 from backends import environment_of
+from eagle_kernels.context_kv import plain_config
 from guards import UnchangedTensors, same_bits
 
 K, HT, H, L, N, POSITIONS, SLOTS = 3, 56, 72, 2, 13, 30, 40
@@ -29,6 +31,7 @@ VARIANTS: dict[str, dict] = {
     "deepseek-v4": {"num_kv_heads": 1, "head_dim": 48, "rotary_begin": 40, "values": "none", "interleaved": True},
     "minimax-m3": {"num_kv_heads": 2, "head_dim": 32, "rotary_dim": 16, "norm_offset": 1.0},
     "no-k-norm": {"num_kv_heads": 2, "head_dim": 32, "k_norm": "none"},
+    "one-head": {"num_kv_heads": 1, "head_dim": 32},
 }  # fmt: skip
 
 
@@ -312,6 +315,15 @@ LATENT = {"values": "none", "interleaved": True}
             "attention_k_eq_v is 'true', expected True or False",
         ),
         ({"architectures": ["K3DSparkModel"], "kv_lora_rank": "5", "qk_rope_head_dim": 8}, "kv_lora_rank is a str"),
+        ({"rope_is_neox_style": 0}, "rope_is_neox_style is 0, expected True or False"),
+        (
+            {"speculators_model_type": "dflash", "transformer_layer_config": 5},
+            "transformer_layer_config is a int, expected a dict or a Hugging Face config object",
+        ),
+        (
+            {"architectures": ["DFlashLagunaForCausalLM"], "layer_types": [{}]},
+            "layer_types[0] is a dict, expected a name",
+        ),
     ],
 )
 def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
@@ -362,8 +374,8 @@ def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
             ek.ContextKVConfig(2, 96, 64, 4, 1, 512, eps=1e-5, rotary_begin=448, **LATENT),
         ),
         ({"architectures": ["DSparkDraftModel"]}, "sglang", ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5)),
-        (
-            {"partial_rotary_factor": 0.0, "rope_parameters": {"partial_rotary_factor": 0.5}},
+        (  # transformers' order, 0 being a factor too
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.0}},
             "vllm",
             ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, rotary_dim=0),
         ),
@@ -378,12 +390,113 @@ def test_from_hf(changes: dict, engine: str, expected: ek.ContextKVConfig) -> No
     assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96, engine=engine) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "interleaved"),
+    [
+        ({"rope_is_neox_style": False, "architectures": ["Lfm2DSparkDraftModel"]}, True),  # LFM2.5's
+        ({"is_neox_style": False}, True),
+        ({"rope_is_neox_style": True, "is_neox_style": False}, False),
+        ({"rope_is_neox_style": None, "is_neox_style": False}, True),
+        ({"rope_is_neox_style": False, "architectures": ["DSparkDraftModel"]}, True),
+        ({"rope_is_neox_style": False, "architectures": ["DFlashLagunaForCausalLM"]}, True),
+        # Engines read the field for none of these.
+        ({"rope_is_neox_style": False, "architectures": ["DSparkMiniMaxDraftModel"]}, False),
+        ({"rope_is_neox_style": True, "architectures": ["MuseSparkDSparkModel"]}, True),
+    ],
+)
+def test_a_drafter_says_which_columns_of_a_head_rope_pairs(changes: dict, interleaved: bool) -> None:
+    """Halves were rotated whatever the config says, and K in the cache was wrong."""
+    assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96).interleaved is interleaved
+
+
+LAGUNA = {"architectures": ["DFlashLagunaForCausalLM"], "layer_types": ["sliding_attention"] * 5}
+GEMMA4 = {"architectures": ["Gemma4DSparkModel"], "attention_k_eq_v": True, "global_head_dim": 64}
+PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rotary_dim"),
+    [
+        ({"rope_parameters": {"rope_dim": 24, "partial_rotary_factor": 0.5}}, 24),
+        ({"rope_scaling": {"rope_dim": 24}, "partial_rotary_factor": 0.5}, 24),
+        (GEMMA4 | {"rope_parameters": {"full_attention": PROPORTIONAL, "sliding_attention": {}}}, 64),
+        (GEMMA4 | {"rope_parameters": PROPORTIONAL}, 64),
+        (GEMMA4, 64),
+        (GEMMA4 | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, 16),
+        (LAGUNA | {"partial_rotary_factor": 0.5}, 16),
+        (LAGUNA | {"partial_rotary_factor": 0.5, "swa_rope_parameters": {"partial_rotary_factor": 1.0}}, 32),
+        (LAGUNA | {"partial_rotary_factor": 0.5, "swa_rope_parameters": {"rope_type": "default"}}, 16),
+        (
+            LAGUNA | {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}, "sliding_attention": {}},
+                      "partial_rotary_factor": 0.25},
+            16,
+        ),
+        (
+            LAGUNA | {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.25}},
+                      "partial_rotary_factor": 0.5},
+            8,
+        ),
+        (
+            LAGUNA | {"layer_types": ["full_attention"] * 5, "swa_rope_parameters": {"partial_rotary_factor": 0.25}},
+            32,
+        ),
+    ],
+)  # fmt: skip
+def test_the_columns_that_rope_rotates_are_those_of_the_engine_s_table(changes: dict, rotary_dim: int) -> None:
+    """`store` refused the engines' tables, or took a narrower one and left columns where they were."""
+    assert ek.ContextKVConfig.from_hf(QWEN3 | changes, target_hidden_size=96).rotary_dim == rotary_dim
+
+
 def test_the_columns_of_a_config_are_pythons_ints() -> None:
     """Each access of them was a check; and a product of numpy's integers may wrap."""
     config = ek.ContextKVConfig(3, 96, 64, 5, 2, 32, norm_width=np.int32(16), rotary_dim=np.int32(8))
     assert (type(config.norm_width), type(config.rotary_dim)) == (int, int)
     with pytest.raises(TypeError, match=r"^ContextKVConfig: rotary_dim is a float, expected an int$"):
         ek.ContextKVConfig(3, 96, 64, 5, 2, 32, rotary_dim=8.0)
+
+
+SPECULATORS = {
+    "speculators_model_type": "dflash",
+    "architectures": ["DFlashSpeculator"],
+    "aux_hidden_state_layer_ids": [2, 6, 10, 11],
+    "transformer_layer_config": QWEN3 | {"architectures": None, "dflash_config": None},
+}
+M31 = {
+    "architectures": ["DSparkMiniMaxDraftModel"],
+    "text_config": QWEN3
+    | {"architectures": ["MiniMaxM3SparseForCausalLM"], "num_hidden_layers": 60}
+    | {"dflash_config": {"num_hidden_layers": 3, "target_layer_ids": [1, 5, 9, 13]}, "use_gemma_norm": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (SPECULATORS, ek.ContextKVConfig(4, 96, 64, 5, 2, 32, eps=1e-5)),
+        (SPECULATORS | {"speculators_model_type": "dflash2"}, ek.ContextKVConfig(4, 96, 64, 5, 2, 32, eps=1e-5)),
+        (SPECULATORS | {"speculators_model_type": "dspark"}, ek.ContextKVConfig(4, 96, 64, 5, 2, 32, eps=1e-5)),
+        (M31, ek.ContextKVConfig(4, 96, 64, 3, 2, 32, eps=1e-5, norm_offset=1.0)),
+        (  # the same after SGLang's own translation of sections
+            M31["text_config"] | {"architectures": M31["architectures"]},
+            ek.ContextKVConfig(4, 96, 64, 3, 2, 32, eps=1e-5, norm_offset=1.0),
+        ),
+    ],
+    ids=["dflash", "dflash2", "dspark", "MiniMax-M3.1", "MiniMax-M3.1 without sections"],
+)
+@pytest.mark.parametrize("of", [dict, lambda config: SimpleNamespace(**config)], ids=["dict", "object"])
+def test_a_config_in_sections_is_read(of: Callable, config: dict, expected: ek.ContextKVConfig) -> None:
+    """Of speculators' no field was found, and of MiniMax-M3.1's the target's number of layers."""
+    sections = {name: of(value) if name.endswith("_config") else value for name, value in config.items()}
+    assert ek.ContextKVConfig.from_hf(of(sections), target_hidden_size=96) == expected
+
+
+def test_the_boundaries_of_speculators_are_one_more_than_their_layers() -> None:
+    for kind, place in (("dflash", "dflash_config"), ("dspark", None)):
+        plain = plain_config(SPECULATORS | {"speculators_model_type": kind, "draft_vocab_size": 7})
+        layers = plain if place is None else plain[place]
+        assert layers["target_layer_ids"] == [1, 5, 9, 10]
+        assert (plain["eagle_aux_hidden_state_layer_ids"], plain["draft_vocab_size"]) == ([2, 6, 10, 11], 7)
+    assert SPECULATORS["transformer_layer_config"]["dflash_config"] is None
 
 
 V4 = {"hidden_size": 64, "head_dim": 512, "qk_rope_head_dim": 64, "dspark_target_layer_ids": [3, 7]}
@@ -438,6 +551,24 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram(
         (
             {"architectures": ["DeepseekV4ForCausalLM"]},
             "dspark_target_layer_ids is missing, expected the captured layers of its DSpark stages",
+        ),
+        ({"rope_parameters": {"rope_dim": 0}}, "rope_dim is 0, expected at least 1"),
+        (
+            {"speculators_model_type": "medusa"},
+            "speculators_model_type is 'medusa', expected 'dflash' or 'dflash2' or 'dspark'",
+        ),
+        ({"speculators_model_type": "dflash"}, "transformer_layer_config is missing, expected the drafter's layers"),
+        (
+            {"speculators_model_type": "dspark", "transformer_layer_config": {"hidden_size": 64}},
+            "aux_hidden_state_layer_ids is missing, expected the captured boundaries",
+        ),
+        (
+            {
+                "architectures": ["DFlashLagunaForCausalLM"],
+                "layer_types": ["full_attention", "sliding_attention"],
+                "swa_rope_parameters": {"rope_dim": 16},
+            },
+            "rotary_dim is 32 for full_attention, 16 for sliding_attention, expected one, because a stage has one",
         ),
     ],
 )
@@ -501,6 +632,11 @@ NAMES = {
         "", "layers", "context_proj", "context_norm", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_a_layernorm", "",
     ),
     "deepseek-v4": ("", "mtp", "main_proj", "main_norm", "attn.wkv", "attn.kv_norm", ""),
+    "one-head": ("", "layers", "fc", "hidden_norm", "self_attn.k_proj", "self_attn.k_norm", ""),
+    "minimax-m3": (
+        "language_model.model.dspark.", "layers", "fc", "hidden_norm", "decoder_layer.self_attn.k_proj",
+        "decoder_layer.self_attn.k_norm", "",
+    ),
 }  # fmt: skip
 
 
@@ -515,7 +651,7 @@ def checkpoint(variant: str, ranks: list[ek.ContextKV]) -> dict[str, Tensor]:
     heads = config.num_kv_heads * config.head_dim
     for layer in range(L):
         stem = f"{prefix}{layers}.{layer}"
-        for number, part in enumerate([k, "self_attn.v_proj"][: 2 if config.values == "own" else 1]):
+        for number, part in enumerate([k, k.replace("k_proj", "v_proj")][: 2 if config.values == "own" else 1]):
             begin = layer * config.kv_width + number * heads
             rows = slice(begin, begin + heads)
             for parameter in ("weight", "bias") if config.bias else ("weight",):
@@ -528,6 +664,9 @@ def checkpoint(variant: str, ranks: list[ek.ContextKV]) -> dict[str, Tensor]:
         weights[f"{stem}.self_attn.q_proj.weight"] = torch.ones(8, H)
     if layers == "mtp":  # the target's own layers
         weights |= {f"layers.{layer}.attn.wkv.weight": torch.ones(config.head_dim, H) for layer in range(5)}
+    if prefix.endswith("dspark."):
+        of_target = [f"language_model.model.layers.{layer}.self_attn.k_proj.weight" for layer in range(5)]
+        weights |= {name: torch.ones(config.head_dim, H) for name in of_target}
     return weights
 
 
@@ -568,6 +707,132 @@ def test_a_quantized_checkpoint_keeps_the_codes_of_fc() -> None:
     loaded = make_stage("dflash").quantize("int8_row").load_checkpoint(weights)
     assert torch.equal(loaded.fc.quantized.codes.view(torch.uint8), codes.pop("fc").codes.view(torch.uint8))
     assert torch.equal(loaded.kv_proj.weight, torch.cat([weight.dequantize() for weight in codes.values()]))
+
+
+Q_ROWS = 4 * 32  # of 4 heads
+
+
+def fused(weights: dict[str, Tensor], *left_out: str) -> dict[str, Tensor]:
+    """A checkpoint with one qkv_proj for each layer instead of q, k and v, as Laguna's are published."""
+    weights = dict(weights)
+    for attention in (f"layers.{layer}.self_attn" for layer in range(L)):
+        apart = {part: weights.pop(f"{attention}.{part}_proj.weight") for part in "qkv"}
+        apart["q"] = torch.randn(Q_ROWS, H).bfloat16()
+        weights[f"{attention}.qkv_proj.weight"] = torch.cat(list(apart.values()))
+        if f"{attention}.k_proj.bias" in weights:
+            biases = [weights.pop(f"{attention}.{part}_proj.bias") for part in "kv"]
+            weights[f"{attention}.qkv_proj.bias"] = torch.cat([torch.randn(Q_ROWS).bfloat16(), *biases])
+        weights[f"{attention}.o_proj.weight"] = torch.randn(H, Q_ROWS).bfloat16()
+    return {name: value for name, value in weights.items() if not name.endswith(left_out)}
+
+
+@pytest.mark.parametrize("left_out", [(), ("o_proj.weight",)], ids=["o_proj", "alone"])
+@pytest.mark.parametrize("variant", ["laguna", "dflash"])
+def test_one_weight_of_q_k_and_v_is_loaded(variant: str, left_out: tuple[str, ...]) -> None:
+    """`weights has no layer with a K projection`, load_checkpoint said of Laguna's drafters."""
+    (expected,) = rank_stages(variant, 1)
+    loaded = ek.ContextKV(expected.config, dtype=torch.bfloat16)
+    loaded.load_checkpoint(fused(checkpoint(variant, [expected]), *left_out))
+    assert all(map(same_bits, loaded.state_dict().values(), expected.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("copies", "left_out"), [(1, ()), (1, ("o_proj.weight",)), (2, ())], ids=["o_proj", "alone", "copies"]
+)
+def test_each_rank_loads_its_own_heads_of_one_weight(copies: int, left_out: tuple[str, ...]) -> None:
+    variant = "laguna" if copies == 1 else "one-head"
+    stages = rank_stages(variant, 2 // copies)
+    weights = fused(checkpoint(variant, stages), *left_out)
+    for rank in range(2):
+        loaded = ek.ContextKV(stages[0].config, dtype=torch.bfloat16)
+        loaded.load_checkpoint(weights, tp_rank=rank, tp_size=2)
+        expected = stages[rank // copies].state_dict()
+        assert all(map(same_bits, loaded.state_dict().values(), expected.values()))
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "nvfp4"])
+def test_codes_of_one_weight_are_cut_as_numbers(format: str) -> None:
+    """The second block of 128 rows has the last rows of Q and those of K."""
+    config = ek.ContextKVConfig(K, HT, 64, L, 2, 32)
+    stage = ek.ContextKV(config, dtype=torch.bfloat16)
+    weights = {"fc.weight": stage.fc.weight, "hidden_norm.weight": torch.ones(64)}
+    expected = []
+    for layer in (f"layers.{layer}" for layer in range(L)):
+        codes = ek.quantize(torch.randn(192 + 2 * 64, 64).bfloat16() * torch.rand(320, 1), format)
+        weights[f"{layer}.self_attn.k_norm.weight"] = torch.ones(32)
+        names = ("weight", "weight_scale", "weight_scale_2")
+        stored = {name: tensor for name, tensor in zip(names, codes.tensors, strict=True) if tensor is not None}
+        weights |= {f"{layer}.self_attn.qkv_proj.{name}": tensor for name, tensor in stored.items()}
+        expected.append(codes.dequantize()[192:])
+    stage.load_checkpoint(weights)
+    assert torch.equal(stage.kv_proj.weight, torch.cat(expected).bfloat16())
+
+
+FUSED = {
+    "too-narrow": (
+        lambda w: w.update({"layers.0.self_attn.o_proj.weight": torch.ones(H, 256)}),
+        "layers.0.self_attn.qkv_proj.weight has 256 rows, expected 256 of Q, and as many of K as of V, because "
+        "layers.0.self_attn.o_proj.weight has as many columns",
+    ),
+    "odd": (
+        lambda w: w.update({"layers.0.self_attn.o_proj.weight": torch.ones(H, 127)}),
+        "layers.0.self_attn.qkv_proj.weight has 256 rows, expected 127 of Q, and as many of K as of V, because",
+    ),
+    "heads": (
+        lambda w: w.update({"layers.0.self_attn.o_proj.weight": torch.ones(H, 64)}),
+        "layers.0.self_attn.qkv_proj.weight[64:160] has 96 rows, expected 2 heads of 32 rows for each of 1 ranks",
+    ),
+    "no-rows-of-q": (
+        lambda w: (
+            w.pop("layers.0.self_attn.o_proj.weight"),
+            w.update({"layers.0.self_attn.qkv_proj.weight": torch.ones(128, H)}),
+        ),
+        "layers.0.self_attn.qkv_proj.weight has 128 rows, expected a multiple of K's 64 for Q, and 64 each for K and V",
+    ),
+    "k-twice": (
+        lambda w: w.update({"layers.1.self_attn.k_proj.weight": torch.ones(64, H)}),
+        "weights has layers.1.self_attn.qkv_proj.weight and layers.1.self_attn.k_proj.weight, expected one of them, "
+        "because both have heads of K or V",
+    ),
+    "a-scale-for-each-of-three": (
+        lambda w: w.update(
+            {
+                "layers.0.self_attn.qkv_proj.weight": torch.ones(256, H).to(torch.float8_e4m3fn),
+                "layers.0.self_attn.qkv_proj.weight_scale": torch.ones(3),
+            }
+        ),
+        "layers.0.self_attn.qkv_proj.weight_scale is torch.float32 of shape (3,), expected (1, 1) of fp8_tensor or ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_rows_that_cannot_be_cut_are_named_and_nothing_copied(case: str) -> None:
+    change, message = FUSED[case]
+    stage = make_stage("dflash")
+    weights = fused(checkpoint("dflash", [stage]))
+    change(weights)
+    message = re.escape(f"ContextKV.load_checkpoint: {message}")
+    with UnchangedTensors(list(stage.state_dict().values())), pytest.raises(ValueError, match=f"^{message}"):
+        stage.load_checkpoint(weights)
+
+
+def test_one_weight_of_k_alone_is_refused() -> None:
+    stage = make_stage("gemma4")
+    weights = checkpoint("gemma4", [stage])
+    weights["layers.0.self_attn.qkv_proj.weight"] = weights.pop("layers.0.self_attn.k_proj.weight")
+    message = "weights has layers.0.self_attn.qkv_proj.weight, expected K alone, because values is 'k'"
+    with pytest.raises(ValueError, match=f"^ContextKV.load_checkpoint: {re.escape(message)}$"):
+        stage.load_checkpoint(weights)
+
+
+def test_which_rows_are_k_s_is_not_guessed() -> None:
+    """Both ranks may have the same head of K, or each its own."""
+    stage = make_stage("one-head")
+    weights = fused(checkpoint("one-head", [stage]), "o_proj.weight")
+    message = "weights has layers.0.self_attn.qkv_proj.weight and no o_proj in numbers, expected both, because the "
+    with pytest.raises(ValueError, match=f"^ContextKV.load_checkpoint: {re.escape(message)}"):
+        stage.load_checkpoint(weights, tp_rank=0, tp_size=2)
 
 
 def without(name: str) -> object:

@@ -98,6 +98,51 @@ class ContextCheckpoints(Files):
             self.weights[f"{layer}.k_norm.weight"] = torch.ones(16)
 
 
+def as_laguna(checkpoints: Files) -> None:
+    """Laguna's DFlash drafter as it is published, with one weight for q, k and v."""
+    checkpoints.drafter.update(architectures=["DFlashLagunaForCausalLM"], model_type="laguna")
+    checkpoints.weights |= {f"aux_hidden_norms.{k}.weight": torch.ones(H) for k in range(K)}
+    for layer in range(2):
+        attention = f"layers.{layer}.self_attn"
+        for part in "kv":
+            del checkpoints.weights[f"{attention}.{part}_proj.weight"]
+        checkpoints.weights[f"{attention}.qkv_proj.weight"] = torch.ones(64 + 2 * 32, H).bfloat16()
+        checkpoints.weights[f"{attention}.o_proj.weight"] = torch.ones(H, 64).bfloat16()
+        checkpoints.weights[f"layers.{layer}.input_layernorm.weight"] = torch.ones(H)
+
+
+def of_speculators(checkpoints: Files, kind: str, **more: object) -> None:
+    """The same drafter in speculators' format, whose ids are boundaries."""
+    layers = checkpoints.drafter | {"num_target_layers": None, "dflash_config": None, "architectures": None}
+    checkpoints.drafter = {"speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 5, 9], **more}
+    checkpoints.drafter |= {"transformer_layer_config": layers, "mask_token_id": 3}
+
+
+def as_minimax_m31(checkpoints: Files) -> None:
+    """MiniMax-M3.1's DSpark: one config with the target's, names with a prefix; vLLM does not serve it."""
+    text = checkpoints.drafter | {"num_hidden_layers": N, "use_gemma_norm": True}
+    text["dflash_config"] = text["dflash_config"] | {"num_hidden_layers": 2, "num_target_layers": N}
+    checkpoints.drafter = {"architectures": ["DSparkMiniMaxDraftModel"], "text_config": text}
+    weights, prefix = checkpoints.weights, "language_model.model.dspark"
+    named = {name.replace(".self_attn", ".decoder_layer.self_attn"): value for name, value in weights.items()}
+    checkpoints.weights = {f"{prefix}.{name}": value for name, value in named.items()}
+    beside = [f"language_model.model.layers.{layer}" for layer in range(N)]  # codes without a scale
+    checkpoints.weights |= {f"{layer}.self_attn.k_proj.weight": torch.ones(32, H) for layer in beside}
+    checkpoints.weights |= {f"{layer}.mlp.up_proj.weight": torch.ones(32, H).to(FP8) for layer in beside}
+
+
+def as_kimi_k3(checkpoints: Files) -> None:
+    """Kimi K3's DSpark, whose num_target_layers is the number of captured layers; SGLang does not serve it."""
+    drafter = checkpoints.drafter
+    del drafter["dflash_config"], drafter["head_dim"]
+    drafter.update(architectures=["K3DSparkModel"], target_layer_ids=[1, 4, 8], num_target_layers=3)
+    drafter.update(kv_lora_rank=32, qk_rope_head_dim=8)
+    checkpoints.weights = {"context_proj.weight": torch.ones(H, K * H).bfloat16(), "context_norm.weight": torch.ones(H)}
+    for attention in (f"layers.{layer}.self_attn" for layer in range(2)):
+        checkpoints.weights[f"{attention}.kv_a_proj_with_mqa.weight"] = torch.ones(40, H).bfloat16()
+        checkpoints.weights[f"{attention}.kv_a_layernorm.weight"] = torch.ones(32)
+
+
 def as_deepseek_v4(checkpoints: Files, *left_out: str, numbers: str = "") -> None:
     """The MTP layer of DeepSeek-V4 under its names, in FP8 blocks except `numbers`; the config ignores `left_out`."""
     config = HF_FP8 | {"weight_block_size": [128, 128], "ignored_layers": list(left_out)}
@@ -800,6 +845,35 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ContextCheckpoints,
         lambda c: c.target.update(model_type="nemotron_h"),
         {"boundaries": [2, 5, 9]},
+    ),
+    "DFlash that states the target's layers in dflash_config, and something else beside it": (
+        ContextCheckpoints,
+        lambda c: (c.drafter["dflash_config"].update(num_target_layers=N), c.drafter.update(num_target_layers=2)),
+        {"boundaries": [2, 5, 9]},
+    ),
+    "DFlash that rotates a part of each head, by the field that both engines read": (
+        ContextCheckpoints,
+        lambda c: c.drafter.update(rope_parameters={"rope_dim": 8, "partial_rotary_factor": 0.25}),
+        {"drafter": "DFlash (DFlashDraftModel)"},
+    ),
+    "DFlash of MiMo": (
+        ContextCheckpoints,
+        lambda c: c.drafter["dflash_config"].update(attention_value_scale=0.707),
+        {
+            "attention_value_scale": "0.707, which ContextKV does not read: it refuses the config",
+            "K": 3,
+            "k_proj": "BF16",
+        },
+    ),
+    "DFlash of Laguna with one weight for q, k and v": (
+        ContextCheckpoints,
+        as_laguna,
+        {"drafter": "DFlash (DFlashLagunaForCausalLM)", "qkv_proj": "BF16", "fc": "BF16"},
+    ),
+    "DFlash whose keys rotate in pairs, by the field that both engines read": (
+        ContextCheckpoints,
+        lambda c: c.drafter.update(is_neox_style=False),
+        {"drafter": "DFlash (DFlashDraftModel)"},
     ),
     "DFlash2 of Muse Glimmer": (
         ContextCheckpoints,
@@ -2257,6 +2331,43 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("layer-quantized", (V1, V2), "holds markov_head.markov_w2 in a ParallelLMHead without a quantization met"),
         ],
     ),
+    "DFlash of Laguna with one weight for q, k and v in FP8": (
+        lambda c: (
+            as_laguna(c),
+            c.drafter.update(quantization_config=HF_FP8 | {"modules_to_not_convert": ["fc", "o_proj"]}),
+            [
+                c.weights.update({f"{path}.weight": torch.ones(128, H).to(FP8), f"{path}.weight_scale": torch.ones(1)})
+                for path in (f"layers.{layer}.self_attn.qkv_proj" for layer in range(2))
+            ],
+        ),
+        [("kv-quantized", (V1, V2), "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)")],
+    ),
+    "DFlash of Laguna with a qkv_proj of too few rows": (
+        lambda c: (as_laguna(c), c.weights.update({"layers.1.self_attn.qkv_proj.weight": torch.ones(96, H)})),
+        [("load", ALL, "layers.1.self_attn.qkv_proj.weight[64:80] has 16 rows, expected 2 heads of 16 rows for each")],
+    ),
+    "DFlash whose keys rotate in pairs, by SGLang's field": (
+        lambda c: c.drafter.update(rope_is_neox_style=False),
+        [("rope", (V1, V2), "rotates halves of K's heads: it reads is_neox_style alone, and the config has rope_is")],
+    ),
+    "DFlash that rotates a part of each head, by vLLM's field": (
+        lambda c: c.drafter.update(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}),
+        [
+            (
+                "rope",
+                ALL,
+                "SGLang rotates all 16 columns of K's heads, vLLM 8: it alone reads partial_rotary_factor in r",
+            )
+        ],
+    ),
+    "DFlash whose keys rotate in halves, by SGLang's field": (
+        lambda c: c.drafter.update(rope_is_neox_style=True, is_neox_style=False),
+        [("rope", (V1, V2), "rotates pairs of K's heads: it reads is_neox_style alone, and the config has rope_is_")],
+    ),
+    "DFlash2 Beam whose keys rotate in pairs": (
+        lambda c: c.drafter.update(architectures=["DFlash2BeamDraftModel"], is_neox_style=False),
+        [("rope", (V1, V2), "rotates halves of K's heads: it reads no field for it, and the config has is_neox_style")],
+    ),
     "DFlash of Muse Glimmer": (
         lambda c: c.target.update(model_type="muse_glimmer"),
         [("layers", ALL, "those of Muse Glimmer depend on the drafter")],
@@ -2411,6 +2522,61 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "DFlash of a deeper target": (
         lambda c: c.drafter.update(num_target_layers=36),
         [("layers", ALL, "the target has 12 layers, and the drafter's num_target_layers is 36")],
+    ),
+    "target layers of dflash_config": (
+        lambda c: c.drafter["dflash_config"].update(num_target_layers=36),
+        [("layers", ALL, "the target has 12 layers, and the drafter's num_target_layers is 36")],
+    ),
+    **{
+        f"speculators' {kind}": (
+            lambda c, kind=kind: of_speculators(c, kind),
+            [("format", (SGLANG,), "does not know the format of speculators")],
+        )
+        for kind in ("dflash", "dflash2", "dspark")
+    },
+    "speculators' DSpark of Qwen3-Omni": (
+        lambda c: of_speculators(c, "dspark", architectures=["Qwen3OmniDSparkModel"]),
+        [
+            ("format", (SGLANG,), "does not know the format of speculators"),
+            ("unserved", (SGLANG,), "has no Qwen3OmniDSparkModel"),
+        ],
+    ),
+    "speculators' DFlash without its captured layers": (
+        lambda c: of_speculators(c, "dflash", aux_hidden_state_layer_ids=None),
+        [
+            ("format", (SGLANG,), "does not know the format of speculators"),
+            ("config", ALL, "aux_hidden_state_layer_ids is missing, expected the captured boundaries"),
+        ],
+    ),
+    "MiniMax-M3.1's DSpark": (as_minimax_m31, [("unserved", (V1, V2), "has no DSparkMiniMaxDraftModel")]),
+    "MiniMax-M3.1's DSpark without a layer's values": (
+        lambda c: (
+            as_minimax_m31(c),
+            c.weights.pop("language_model.model.dspark.layers.1.decoder_layer.self_attn.v_proj.weight"),
+        ),
+        [
+            ("unserved", (V1, V2), "has no DSparkMiniMaxDraftModel"),
+            ("load", ALL, "weights has no self_attn.v_proj.weight, expected k and v of every layer, and their norms"),
+        ],
+    ),
+    # That it has as many captured layers as num_target_layers was reported.
+    "Kimi K3's DSpark": (as_kimi_k3, [("unserved", (SGLANG,), "has no K3DSparkModel")]),
+    "Kimi K3's DSpark with the target's layers": (
+        lambda c: (as_kimi_k3(c), c.drafter.update(num_target_layers=N)),
+        [
+            ("unserved", (SGLANG,), "has no K3DSparkModel"),
+            ("layers", (V1, V2), "refuses the config: num_target_layers is 12, and target_layer_ids has 3 entries"),
+        ],
+    ),
+    "Kimi K3's DSpark with layers where vLLM does not look": (
+        lambda c: (
+            as_kimi_k3(c),
+            c.drafter.update(dflash_config={"target_layer_ids": c.drafter.pop("target_layer_ids")}),
+        ),
+        [
+            ("unserved", (SGLANG,), "has no K3DSparkModel"),
+            ("layers", (V1, V2), "refuses the config: num_target_layers is 3, and target_layer_ids has 0 entries"),
+        ],
     ),
     "DFlash of a target of another width": (
         lambda c: c.target.update(hidden_size=2 * H),
@@ -3074,9 +3240,9 @@ UNKNOWN: dict[str, tuple[Callable[[Files], object], str]] = {
         lambda c: (of_nobody(c), renamed(c, "fc.weight", "eagle_linear.weight")),
         "the drafter's architectures are [], its model_type None, and its files have eagle_linear, expected an EAGLE",
     ),
-    "speculators' DFlash": (
-        lambda c: c.drafter.update(speculators_model_type="dflash"),
-        "the drafter is speculators' 'dflash', expected 'eagle3' or 'peagle' of theirs",
+    "speculators' Medusa": (
+        lambda c: c.drafter.update(speculators_model_type="medusa"),
+        "the drafter is speculators' 'medusa', expected 'eagle3' or 'peagle' or 'dflash' or 'dflash2' or 'dspark' of",
     ),
 }
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 import eagle_kernels as ek
-from eagle_kernels.context_kv import VARIANTS
+from eagle_kernels.context_kv import SPECULATORS, VARIANTS
 from eagle_kernels.drafter_config import LAYER_ID_RULES
 from eagle_kernels.models import families
 
@@ -49,6 +49,11 @@ MTP_FIELDS = {
     "backbone_hidden_size": SIZES,
     "rms_norm_eps": st.sampled_from([0.0, 1e-6]) | SIZES,
 }
+ROPE_FIELDS = {
+    **dict.fromkeys(("rope_dim", "partial_rotary_factor"), st.sampled_from([0.5, 1.0, 8]) | SIZES),
+    "rope_type": st.just("proportional") | GARBAGE,
+}
+LAYER_TYPES = st.sampled_from(["full_attention", "sliding_attention"])
 CONTEXT_FIELDS = {
     "architectures": st.lists(st.sampled_from(sorted(VARIANTS)) | GARBAGE, max_size=2) | GARBAGE,
     **dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), SIZES),
@@ -56,6 +61,9 @@ CONTEXT_FIELDS = {
     **dict.fromkeys(("partial_rotary_factor", "rms_norm_eps"), st.sampled_from([0.0, 0.5, 1.0]) | SIZES),
     **dict.fromkeys(("target_layer_ids", "dspark_target_layer_ids"), IDS | GARBAGE),
     **dict.fromkeys(("attention_bias", "attention_k_eq_v", "use_gemma_norm", "dflash_config"), FLAGS),
+    **dict.fromkeys(("rope_is_neox_style", "is_neox_style"), FLAGS),
+    "layer_types": st.lists(LAYER_TYPES | GARBAGE, max_size=3) | GARBAGE,
+    "aux_hidden_state_layer_ids": IDS | GARBAGE,
 }
 OVERRIDES = st.fixed_dictionaries({}, optional={"bits": st.sampled_from([4, 16]) | GARBAGE, "data_type": GARBAGE})
 OVERRIDES |= GARBAGE
@@ -139,7 +147,16 @@ def test_any_context_config(for_any: Callable, record_property: Callable) -> Non
     def draw(data: st.DataObject) -> object:
         latent = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "head_dim": 16, "dspark_target_layer_ids": [1]}
         name = data.draw(st.sampled_from(sorted(VARIANTS)))
-        return {"architectures": [name], **sizes, **latent} | data.draw(some_of(CONTEXT_FIELDS))
+        config = {"architectures": [name], **sizes, **latent} | data.draw(some_of(CONTEXT_FIELDS))
+        rope = some_of(ROPE_FIELDS)
+        for place in ("rope_parameters", "swa_rope_parameters"):
+            if data.draw(st.booleans()):
+                config[place] = data.draw(rope | st.dictionaries(LAYER_TYPES, rope | GARBAGE) | GARBAGE)
+        for place in ("text_config", "transformer_layer_config", "dflash_config"):
+            if data.draw(st.booleans()):
+                config[place] = data.draw(some_of(CONTEXT_FIELDS) | GARBAGE)
+        kinds = st.none() | st.sampled_from([*SPECULATORS, "eagle3"])
+        return config | {"speculators_model_type": data.draw(kinds | GARBAGE)}
 
     check_any(
         for_any,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eagle_kernels.checkpoint import mtp_layers
 from eagle_kernels.checks import error
-from eagle_kernels.context_kv import VARIANTS
+from eagle_kernels.context_kv import SPECULATORS, VARIANTS
 from eagle_kernels.models import families, find_family
 from eagle_kernels.models.drafters import SGLANG as SERVED_BY_SGLANG
 from eagle_kernels.models.drafters import VLLM as SERVED_BY_VLLM
@@ -62,7 +62,10 @@ def _examination(pair: Pair, trained_by: str | None) -> Callable[[Pair], None]:
     if speculators is not None:
         if speculators in ("eagle3", "peagle"):
             return of_eagle3
-        raise error(ValueError, OP, f"the drafter is speculators' {speculators!r}", "'eagle3' or 'peagle' of theirs")
+        if isinstance(speculators, str) and speculators in SPECULATORS:
+            return context_kv.examine_speculators
+        known = " or ".join(map(repr, ("eagle3", "peagle", *SPECULATORS)))
+        raise error(ValueError, OP, f"the drafter is speculators' {speculators!r}", f"{known} of theirs")
     if not _EAGLE3.isdisjoint(names):
         return of_eagle3
     context = next((name for name in names if name in VARIANTS), None)

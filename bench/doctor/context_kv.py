@@ -6,9 +6,11 @@ SGLang 0.5.23 `models/dflash.py`, `dspark.py`; vLLM 0.33 `qwen3_dflash`, `eagle3
 import re
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from eagle_kernels import ContextKV, ContextKVConfig, capture_layers
 from eagle_kernels.checkpoint import context_kv, context_modules, context_projections
+from eagle_kernels.context_kv import NEOX_STYLE, is_neox_style, plain_config
 
 from .eagle3 import IDS
 from .layers import (
@@ -61,10 +63,16 @@ _VLLM_RENAMES = {
     *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
     *("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
 }
+# Those of them that SGLang has too, with its `DFlashAttention`.
+_IN_BOTH = (_SGLANG_NAMES_NO_LAYER | {"LiLiCorrDraftModel"}) & _VLLM_RENAMES
 # It numbers the layers of these, too, and renames nothing: `muse_spark/common/dspark`, `kimi_k3/nvidia/dspark_mla`.
 _VLLM_COUNTS_ON = _VLLM_RENAMES | {"MuseSparkDSparkModel", "K3DSparkModel"}
 # In vLLM fc of these reads states as wide as the drafter, whatever target_hidden_size is.
 _VLLM_READS_OWN_WIDTH = {"DFlash2BeamDraftModel", "Gemma4DSparkModel"}
+# In vLLM RoPE rotates halves in these, whatever the config says.
+_VLLM_ROTATES_HALVES = {"DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"}
+# The names that SGLang reads for this one, out of all that the file has: `DSparkMiniMaxDraftModel.load_weights`.
+_OF_MINIMAX_M31 = re.compile(r"((language_model\.)?model\.)?dspark\.")
 # vLLM cuts K and V out of `qkv_proj.weight` as if it held numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
     "DFlashLagunaForCausalLM",
@@ -73,19 +81,41 @@ _VLLM_CUTS_CODES = {
 }
 
 
+def examine_speculators(pair: Pair) -> None:
+    """`examine` of a drafter in speculators' format, by the architecture that vLLM gives it."""
+    pair.find("format", "does not know the format of speculators", SGLANG)
+    if (plain := _plain(pair)) is not None:
+        pair.drafter = plain
+        examine(pair, pair.architectures[0])
+
+
+def _plain(pair: Pair) -> Mapping[str, Any] | None:
+    """The drafter's config without sections; None, and a finding, where it cannot be read."""
+    try:
+        plain = plain_config(pair.drafter)
+    except (TypeError, ValueError) as wrong:
+        pair.find("config", str(wrong))
+        return None
+    assert isinstance(plain, Mapping)
+    return plain
+
+
 def examine(pair: Pair, architecture: str) -> None:
     """Look for every trap of the context stage of a DFlash or DSpark drafter."""
+    if (plain := _plain(pair)) is None:
+        return None
+    pair.drafter = plain
     is_dspark = "DSpark" in architecture or pair.drafter.get("dspark_target_layer_ids") is not None
     pair.facts["drafter"] = f"{'DSpark' if is_dspark else 'DFlash'} ({architecture})"
     if not is_target(architecture):
         look_at_registries(pair, [architecture])
-    _look_at_layers(pair, "dspark" if is_dspark else "dflash")
+    _look_at_layers(pair, architecture, "dspark" if is_dspark else "dflash")
     pair.look_at_vocabulary(pair.drafter.get("vocab_size"))
     width = pair.text.get("hidden_size")
     if not isinstance(width, int):
         return pair.find("hidden-size", f"the target's config has no hidden_size: got {width!r}")
     try:
-        config = ContextKVConfig.from_hf(pair.drafter, target_hidden_size=width)
+        config = ContextKVConfig.from_hf(_without_value_scale(pair), target_hidden_size=width)
     except (TypeError, ValueError) as wrong:
         return pair.find("config", str(wrong))
     if config.capture_after_engram:  # as SGLang does for the family, where a layer has an Engram
@@ -93,11 +123,15 @@ def examine(pair: Pair, architecture: str) -> None:
     pair.facts |= {"K": config.num_chunks, "H": width, "D": config.hidden_size, "draft layers": config.num_layers}
     if not is_target(architecture):
         _look_at_width(pair, architecture, width)
+        _look_at_rope(pair, architecture)
+        _look_at_rotated_columns(pair, architecture, config)
     layer = ContextKV(config, device="meta")
     pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
     _look_at_projections(pair, architecture)
     seen = context_modules(pair.headers)
     own = {path for path in pair.layers if not is_target(architecture) or path.startswith("mtp.")}
+    if architecture == "DSparkMiniMaxDraftModel":  # whose file may have the target's layers too
+        own = {path for path in own if _OF_MINIMAX_M31.match(path)} or own
     names = {}
     if architecture in _SGLANG_NAMES_NO_LAYER and not _is_nemotron_35(pair, architecture):
         names["sglang"] = Names(names_without_layer)
@@ -108,6 +142,19 @@ def examine(pair: Pair, architecture: str) -> None:
         look_at_merged(pair, own)
     look_at_names(pair, own, names)
     return None
+
+
+def _without_value_scale(pair: Pair) -> Mapping[str, object]:
+    """The drafter's config without MiMo's factor of V, which both engines multiply by and `ContextKV` does not.
+
+    Source: SGLang 0.5.23 `DFlashAttention.kv_proj_only`; vLLM 0.33 `precompute_and_store_context_kv`.
+    """
+    nested = pair.drafter.get("dflash_config")
+    if not isinstance(nested, Mapping) or nested.get("attention_value_scale") is None:
+        return pair.drafter
+    scale = nested["attention_value_scale"]
+    pair.facts["attention_value_scale"] = f"{scale}, which ContextKV does not read: it refuses the config"
+    return {**pair.drafter, "dflash_config": {**nested, "attention_value_scale": None}}
 
 
 def _held_in(pair: Pair, architecture: str, path: str) -> dict[str, str]:
@@ -164,11 +211,13 @@ def is_target(architecture: str) -> bool:
     return architecture.startswith("DeepseekV4")
 
 
-def _look_at_layers(pair: Pair, algorithm: str) -> None:
+def _look_at_layers(pair: Pair, architecture: str, algorithm: str) -> None:
     layers, ids = pair.text.get("num_hidden_layers"), _layer_ids(pair)
     if not isinstance(layers, int):
         return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
-    if (stated := pair.drafter.get("num_target_layers")) not in (None, layers):
+    if architecture == "K3DSparkModel":
+        _look_at_layers_of_kimi_k3(pair)
+    elif (stated := _num_target_layers(pair)) not in (None, layers):
         pair.find("layers", f"the target has {layers} layers, and the drafter's num_target_layers is {stated}")
     if not ids:
         text = "the config has no target_layer_ids: SGLang spreads them over the target, vLLM takes as many as the "
@@ -189,6 +238,22 @@ def _look_at_layers(pair: Pair, algorithm: str) -> None:
     return None
 
 
+def _num_target_layers(pair: Pair) -> object:
+    """Source: SGLang 0.5.23 `parse_dflash_draft_config`."""
+    nested = pair.drafter.get("dflash_config")
+    place = nested if isinstance(nested, Mapping) and "num_target_layers" in nested else pair.drafter
+    return place.get("num_target_layers")
+
+
+def _look_at_layers_of_kimi_k3(pair: Pair) -> None:
+    """There num_target_layers is the number of captured layers. Source: vLLM 0.33 `K3DSparkConfig`."""
+    stated, ids = pair.drafter.get("num_target_layers"), pair.drafter.get("target_layer_ids")
+    count = len(ids) if isinstance(ids, list) else 0
+    if count == 0 or stated != count:
+        text = f"refuses the config: num_target_layers is {stated}, and target_layer_ids has {count} entries"
+        pair.find("layers", text, VLLM_V1, VLLM_V2)
+
+
 def _look_at_width(pair: Pair, architecture: str, width: int) -> None:
     """Report engines whose fc reads states of another width than the target's.
 
@@ -205,6 +270,37 @@ def _look_at_width(pair: Pair, architecture: str, width: int) -> None:
             found.setdefault(text, []).append(engine)
     for text, engines in found.items():
         pair.find("hidden-size", text, *engines)
+
+
+def _look_at_rope(pair: Pair, architecture: str) -> None:
+    """Report vLLM where it rotates other columns together than the config says, and SGLang reads: K is then wrong.
+
+    Source: SGLang 0.5.23 `DFlashAttention`; vLLM 0.33 `qwen3_dflash`, `laguna`, `models/beam`.
+    """
+    if architecture in _VLLM_RENAMES:
+        in_vllm, because = is_neox_style(pair.drafter, "is_neox_style"), "it reads is_neox_style alone"
+    elif architecture in _VLLM_ROTATES_HALVES:
+        in_vllm, because = True, "it reads no field for it"
+    else:
+        return
+    if is_neox_style(pair.drafter) != in_vllm:
+        name = next(name for name in NEOX_STYLE if pair.drafter.get(name) is not None)
+        text = f"rotates {'halves' if in_vllm else 'pairs'} of K's heads: {because}, and the config has {name} "
+        pair.find("rope", text + str(pair.drafter[name]).lower(), VLLM_V1, VLLM_V2)
+
+
+def _look_at_rotated_columns(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
+    """Report a factor in rope_parameters, where vLLM looks for it and SGLang does not; both read rope_dim there.
+
+    Source: SGLang 0.5.23 `DFlashAttention`, `get_rope_config`; vLLM 0.33 `get_rope`.
+    """
+    rope = pair.drafter.get("rope_parameters") or pair.drafter.get("rope_scaling")
+    if architecture not in _IN_BOTH or not isinstance(rope, Mapping):
+        return
+    is_read_by_both = rope.get("rope_dim") is not None or pair.drafter.get("partial_rotary_factor") is not None
+    if rope.get("partial_rotary_factor") is not None and not is_read_by_both and config.rotary_dim != config.head_dim:
+        text = f"SGLang rotates all {config.head_dim} columns of K's heads, vLLM {config.rotary_dim}: it alone reads "
+        pair.find("rope", f"{text}partial_rotary_factor in rope_parameters, and both read rope_dim there")
 
 
 def _look_at_engines(pair: Pair, algorithm: str, meant: list[int]) -> None:
@@ -254,6 +350,6 @@ def _look_at_projections(pair: Pair, architecture: str) -> None:
         for path in in_numbers[:1] + in_codes[:1]:  # one layer speaks for all
             held_in = {SGLANG: in_sglang, VLLM_V1: in_vllm, VLLM_V2: in_vllm}
             look_at_codes(pair, path, path.rpartition(".")[2], held_in, trap)
-        if part == "k" and architecture in _VLLM_CUTS_CODES and in_codes:
+        if part in ("k", "qkv") and architecture in _VLLM_CUTS_CODES and in_codes:
             text = "cuts K and V out of the codes of qkv_proj as if they were numbers (vllm#51581)"
             pair.find(trap, text, VLLM_V1, VLLM_V2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -296,13 +296,19 @@ _CONTEXT_NAMES = {
     "fc": ("fc", "context_proj", "main_proj", "encoder.fc"),
     "hidden_norm": ("hidden_norm", "context_norm", "main_norm", "encoder.output_norm_enc"),
 }
+_QKV = "self_attn.qkv_proj"  # of Laguna's drafters: the rows of Q, of K and of V
 _CONTEXT_LAYER_NAMES = {
     "k": ("self_attn.k_proj", "self_attn.kv_a_proj_with_mqa", "attn.wkv"),
     "v": ("self_attn.v_proj",),
+    "qkv": (_QKV,),
     "k_norm": ("self_attn.k_norm", "self_attn.kv_a_layernorm", "attn.kv_norm"),
     "layer_norm": ("pre_qkv_proj_norm", "input_layernorm"),
 }
-_CONTEXT_LAYER = re.compile(r"(?P<prefix>(?:.*\.)?(?:layers|mtp)\.)(?P<number>\d+)\.(?P<stem>.+)\.(?P<parameter>\w+)")
+_CONTEXT_LAYER = re.compile(
+    r"(?P<prefix>(?:.*\.)?(?:layers|mtp)\.)(?P<number>\d+)\.(?:decoder_layer\.)?(?P<stem>.+)\.(?P<parameter>\w+)"
+)
+# How the prefix of a drafter's layers ends where the target's own may be beside them: DeepSeek-V4's and MiniMax-M3.1's.
+_STAGES = ("mtp.", "dspark.layers.")
 _Modules = dict[str, dict[str, str]]  # {module: {parameter: the tensor's name in the file}}
 
 
@@ -347,25 +353,10 @@ def context_kv(
         if config.k_norm == "weight":
             width = config.norm_width
             state[f"k_norm.{number}.weight"] = norm(modules, _CONTEXT_LAYER_NAMES["k_norm"], width)
-        for part in ("k", "v") if config.values == "own" else ("k",):
-            names = _CONTEXT_LAYER_NAMES[part]
-            stem = next((stem for stem in names if stem in modules), names[0])
-            tensors = modules.get(stem, {})
-            if "bias" in tensors and not config.bias:
-                raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
-            parameters = checkpoint.with_inside({name: tensors[name] for name in tensors if name != "bias"})
-            stored = checkpoint.projection(parameters, (0, H), f"(n*d, H) with H = {H}")
-            check_is_read(stored)  # before its rows are counted
-            first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
-            begin, all_rows = _rows_of_rank(checkpoint, first or f"{stem}.weight", config, tp_rank, tp_size)
-            end = begin + config.num_kv_heads * config.head_dim
-            weight = read_projection(replace(stored, shape=(all_rows, H)))
-            because = "K and V of all layers are one weight"
-            weight = _numbers(op, stored.codes_name, weight, layer.hidden_norm.weight.dtype, because)
-            rows.setdefault("kv_proj.weight", []).append(weight[begin:end])
-            if config.bias:
-                bias = _whole(checkpoint, _named(modules, names, "bias"), (all_rows,))
-                rows.setdefault("kv_proj.bias", []).append(bias[begin:end])
+        for weight, bias in _heads(checkpoint, layer, modules, tp_rank, tp_size):
+            rows.setdefault("kv_proj.weight", []).append(weight)
+            if bias is not None:
+                rows.setdefault("kv_proj.bias", []).append(bias)
     state |= {name: torch.cat(parts) for name, parts in rows.items()}
     fc = next((stem for stem in _CONTEXT_NAMES["fc"] if stem in top), None)
     if fc is None:
@@ -374,14 +365,99 @@ def context_kv(
     return state, {"fc": read_projection(stored), "kv_proj": state.pop("kv_proj.weight")}
 
 
+_Rows = tuple[Tensor, Tensor | None]  # of a weight, and of its bias
+
+
+def _heads(checkpoint: Checkpoint, layer: Any, modules: _Modules, tp_rank: int, tp_size: int) -> Iterator[_Rows]:
+    """The rows of this rank's heads in a layer's projections, K's before V's."""
+    if _QKV in modules:
+        yield from _heads_of_qkv(checkpoint, layer, modules, tp_rank, tp_size)
+        return
+    for part in ("k", "v") if layer.config.values == "own" else ("k",):
+        names = _CONTEXT_LAYER_NAMES[part]
+        stem = next(filter(modules.__contains__, names), names[0])
+        name, stored = _stored_rows(checkpoint, layer, modules, stem)
+        heads = _rows_of_rank(checkpoint.op, name, stored.shape[0], layer.config, tp_rank, tp_size)
+        weight, bias = _read_rows(checkpoint, layer, modules, stem, stored)
+        yield weight[heads], None if bias is None else bias[heads]
+
+
+def _heads_of_qkv(checkpoint: Checkpoint, layer: Any, modules: _Modules, tp_rank: int, tp_size: int) -> Iterator[_Rows]:
+    """The same of one weight [Q; K; V]. It is cut as numbers: a scale may be that of several rows of codes."""
+    op, config = checkpoint.op, layer.config
+    name, stored = _stored_rows(checkpoint, layer, modules, _QKV)
+    others = [stem for part in ("k", "v") for stem in _CONTEXT_LAYER_NAMES[part] if stem in modules]
+    if others:
+        other = next(iter(modules[others[0]].values()))
+        raise checks.error(
+            ValueError, op, f"weights has {name} and {other}", "one of them", "both have heads of K or V"
+        )
+    if config.values != "own":
+        raise checks.error(ValueError, op, f"weights has {name}", "K alone", f"values is {config.values!r}")
+    of_all = stored.shape[0]
+    of_k = _rows_of_k(checkpoint, modules, name, of_all, config, tp_size)
+    starts = (of_all - 2 * of_k, of_all - of_k)
+    heads = _rows_of_rank(op, f"{name}[{starts[0]}:{starts[1]}]", of_k, config, tp_rank, tp_size)
+    weight, bias = _read_rows(checkpoint, layer, modules, _QKV, stored)
+    for start in starts:
+        rows = slice(start + heads.start, start + heads.stop)
+        yield weight[rows], None if bias is None else bias[rows]
+
+
+def _rows_of_k(checkpoint: Checkpoint, modules: _Modules, name: str, of_all: int, config: Any, tp_size: int) -> int:
+    """K's rows, which are as many as V's, among those of [Q; K; V]: o_proj has as many columns as Q has rows.
+
+    Where o_proj is not there or packed, each rank has its own heads of K.
+    """
+    op, o_proj = checkpoint.op, modules.get("self_attn.o_proj", {}).get("weight")
+    o_weight = None if o_proj is None else checkpoint.read(o_proj)
+    if isinstance(o_weight, Tensor) and o_weight.dim() == 2 and o_weight.dtype in (*checks.DTYPES, torch.float8_e4m3fn):
+        of_k, odd = divmod(of_all - o_weight.shape[1], 2)
+        if of_k <= 0 or odd:
+            expected = f"{o_weight.shape[1]} of Q, and as many of K as of V"
+            raise checks.error(ValueError, op, f"{name} has {of_all} rows", expected, f"{o_proj} has as many columns")
+        return of_k
+    if config.num_kv_heads == 1 and tp_size > 1:
+        because = "the columns of o_proj are the rows of Q, and several ranks may have the same head of K"
+        raise checks.error(ValueError, op, f"weights has {name} and no o_proj in numbers", "both", because)
+    of_k = config.num_kv_heads * config.head_dim * tp_size
+    of_q = of_all - 2 * of_k
+    if of_q <= 0 or of_q % of_k:
+        expected = f"a multiple of K's {of_k} for Q, and {of_k} each for K and V"
+        raise checks.error(ValueError, op, f"{name} has {of_all} rows", expected)
+    return of_k
+
+
+def _stored_rows(checkpoint: Checkpoint, layer: Any, modules: _Modules, stem: str) -> tuple[str, StoredProjection]:
+    """A layer's projection with the rows of all ranks, and the name of the tensor that says how many they are."""
+    op, config, tensors = checkpoint.op, layer.config, modules.get(stem, {})
+    if "bias" in tensors and not config.bias:
+        raise checks.error(ValueError, op, f"weights has {tensors['bias']}", "none", "bias is False")
+    parameters = checkpoint.with_inside({name: tensors[name] for name in tensors if name != "bias"})
+    H = config.hidden_size
+    stored = checkpoint.projection(parameters, (0, H), f"(n*d, H) with H = {H}")
+    check_is_read(stored)  # before its rows are counted
+    first = next((tensors[name] for name in ("weight", "weight_packed", "scales") if name in tensors), None)
+    name = first or f"{stem}.weight"
+    return name, replace(stored, shape=(_count_rows(checkpoint, name), H))
+
+
+def _read_rows(checkpoint: Checkpoint, layer: Any, modules: _Modules, stem: str, stored: StoredProjection) -> _Rows:
+    because, dtype = "K and V of all layers are one weight", layer.hidden_norm.weight.dtype
+    weight = _numbers(checkpoint.op, stored.codes_name, read_projection(stored), dtype, because)
+    if not layer.config.bias:
+        return weight, None
+    return weight, _whole(checkpoint, _named(modules, (stem,), "bias"), stored.shape[:1])
+
+
 def context_projections(names: Iterable[str]) -> dict[str, list[str]]:
-    """The paths of "fc", and of "k" and "v" of every layer, in the checkpoint of a DFlash or DSpark drafter."""
+    """The paths of "fc", and of "k" and "v" or "qkv" of every layer, in a DFlash or DSpark drafter's checkpoint."""
     parameters = {*OF_WEIGHT, *UNREAD_CODES}
     paths = {name.rpartition(".")[0] for name in names if name.rpartition(".")[2] in parameters}
     layers = [match for path in paths if (match := _CONTEXT_LAYER.fullmatch(f"{path}.weight"))]
-    of_stages = [match for match in layers if match["prefix"].endswith("mtp.")]  # the target's layers are beside them
+    of_stages = [match for match in layers if match["prefix"].endswith(_STAGES)]
     found = {"fc": [path for path in paths if _own_name(path) in _CONTEXT_NAMES["fc"]]}
-    for part in ("k", "v"):
+    for part in ("k", "v", "qkv"):
         stems = _CONTEXT_LAYER_NAMES[part]
         found[part] = [match.string.rpartition(".")[0] for match in of_stages or layers if match["stem"] in stems]
     return {part: sorted(some) for part, some in found.items()}
@@ -397,7 +473,7 @@ def context_modules(names: Iterable[str]) -> set[str]:
 
 
 def _own_name(path: str) -> str:
-    return re.sub(r"^(model\.)?(mtp\.\d+\.)?", "", path)
+    return re.sub(r"^(((language_model\.)?model\.)?dspark\.|(model\.)?(mtp\.\d+\.)?)", "", path)
 
 
 def _is_context_top(stem: str) -> bool:
@@ -418,13 +494,13 @@ def _context_modules(checkpoint: Checkpoint, num_layers: int) -> tuple[_Modules,
     found = {
         prefix: numbered
         for prefix, numbered in found.items()
-        if any(stem in modules for modules in numbered.values() for stem in _CONTEXT_LAYER_NAMES["k"])
+        if any(stem in modules for modules in numbered.values() for stem in (*_CONTEXT_LAYER_NAMES["k"], _QKV))
     }
     for ours, stems in _CONTEXT_NAMES.items():
         names: dict[str, str] = {}
         for stem in filter(top.__contains__, stems):
             _claim(checkpoint.op, names, ours, next(iter(top[stem].values())))
-    prefixes = [prefix for prefix in found if prefix.endswith("mtp.")] or list(found)
+    prefixes = [prefix for prefix in found if prefix.endswith(_STAGES)] or list(found)
     if len(prefixes) != 1:
         got = f"weights has layers at {sorted(prefixes)}" if prefixes else "weights has no layer with a K projection"
         raise checks.error(ValueError, checkpoint.op, got, "one drafter's")
@@ -441,22 +517,26 @@ def _named(modules: _Modules, names: tuple[str, ...], parameter: str) -> str:
     return modules.get(stem, {}).get(parameter, f"{stem}.{parameter}")
 
 
-def _rows_of_rank(checkpoint: Checkpoint, name: str, config: Any, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(the rank's first row, rows of all ranks); with fewer heads than ranks several ranks have the same head."""
+def _count_rows(checkpoint: Checkpoint, name: str) -> int:
     op = checkpoint.op
     if name not in checkpoint.readers:
         raise checks.error(ValueError, op, f"weights has no {name}", "k and v of every layer, and their norms")
     checks.check_tensor(op, name, weight := checkpoint.read(name))
     if weight.dim() != 2:
         raise checks.shape_error(op, name, weight, "(n*d, H)")
-    all_rows = weight.shape[1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
+    return weight.shape[1 if name.endswith(".scales") else 0]  # GPTQ's codes are transposed
+
+
+def _rows_of_rank(op: str, name: str, all_rows: int, config: Any, tp_rank: int, tp_size: int) -> slice:
+    """The rank's rows of K or V; with fewer heads than ranks several ranks have the same head."""
     head = config.head_dim
     heads = all_rows // head
     uneven = all_rows % head or not heads or (heads % tp_size and tp_size % heads)
     if uneven or max(heads // tp_size, 1) != config.num_kv_heads:
         expected = f"{config.num_kv_heads} heads of {head} rows for each of {tp_size} ranks"
         raise checks.error(ValueError, op, f"{name} has {all_rows} rows", expected)
-    return tp_rank * heads // tp_size * head, all_rows
+    begin = tp_rank * heads // tp_size * head
+    return slice(begin, begin + config.num_kv_heads * head)
 
 
 def _numbers(op: str, name: str, weight: Tensor | QuantizedWeight, dtype: torch.dtype, because: str | None) -> Tensor:

@@ -31,6 +31,8 @@ from .ops.store_context_kv import MAX_HEAD_DIM, StoreContextKV, store_context_kv
 from .quantized_linear import DenseLinear, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
 
 OP = "ContextKV"
+# The fields that say whether RoPE rotates halves, in the order in which SGLang looks for them.
+NEOX_STYLE = ("rope_is_neox_style", "is_neox_style")
 _K_NORMS, _VALUES = ("weight", "unit", "none"), ("own", "k", "none")
 
 
@@ -118,8 +120,9 @@ class ContextKVConfig:
         """The context stage of a drafter's Hugging Face config, by its `architectures`.
 
         Args:
-            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`. For
-                the DSpark stages in DeepSeek-V4's checkpoints it is the target's config.
+            config: the drafter's config, object or dict; target_layer_ids at its top level or in `dflash_config`, or
+                one of speculators' or MiniMax-M3.1's, which have sections. For the DSpark stages in DeepSeek-V4's
+                checkpoints it is the target's config.
             target_hidden_size: Ht.
             engine: "sglang", "vllm" or "transformers": the one that a V4.1 drafter was made for, which sets
                 capture_after_engram (True for "sglang").
@@ -129,6 +132,7 @@ class ContextKVConfig:
         """
         check_engine(_FROM_HF, engine)
         check_config(_FROM_HF, "config", config)
+        config = plain_config(config)
         stated = get_field(config, "architectures") or ()
         architectures = checks.check_sequence(_FROM_HF, "architectures", stated, "a list of names")
         name = next((name for name in architectures if isinstance(name, str) and name in VARIANTS), None)
@@ -146,6 +150,67 @@ class ContextKVConfig:
 
 
 _FROM_HF = "ContextKVConfig.from_hf"
+
+
+# The architecture that vLLM gives each kind of speculators' drafters.
+SPECULATORS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+_OF_DSPARK = ("Qwen3DSparkModel", "Qwen3OmniDSparkModel")  # which a config of speculators may name itself
+
+
+def plain_config(config: object) -> object:
+    """The config that an engine makes of one with the drafter's fields in sections; any other as it is.
+
+    Source: vLLM 0.33 `configs/speculators/algos.py`, for which aux_hidden_state_layer_ids are boundaries; SGLang 0.5.23
+    `configure_minimax_m3_dspark`.
+    """
+    names = get_field(config, "architectures")
+    if (kind := get_field(config, "speculators_model_type")) is not None:
+        if not isinstance(kind, str) or kind not in SPECULATORS:
+            got, expected = f"speculators_model_type is {kind!r}", " or ".join(map(repr, SPECULATORS))
+            raise checks.error(ValueError, _FROM_HF, got, expected)
+        return _of_speculators(config, kind, names)
+    is_minimax = isinstance(names, list) and names[:1] == ["DSparkMiniMaxDraftModel"]
+    return _of_minimax_m3(config) if is_minimax else config
+
+
+def _of_speculators(config: object, kind: str, names: object) -> dict[str, Any]:
+    plain = _section(config, "transformer_layer_config")
+    if plain is None:
+        raise checks.error(ValueError, _FROM_HF, "transformer_layer_config is missing", "the drafter's layers")
+    ids = get_field(config, name := "aux_hidden_state_layer_ids")
+    if ids is None:
+        raise checks.error(ValueError, _FROM_HF, f"{name} is missing", "the captured boundaries")
+    boundaries = checks.check_sequence(_FROM_HF, name, ids, "a list of layers")
+    boundaries = [checks.check_int(_FROM_HF, f"{name}[{k}]", each) for k, each in enumerate(boundaries)]
+    layers = {"target_layer_ids": [boundary - 1 for boundary in boundaries]}
+    own = [each for each in names if each in _OF_DSPARK] if kind == "dspark" and isinstance(names, list) else []
+    plain |= layers if kind == "dspark" else {"dflash_config": layers}
+    plain |= {"architectures": own or [SPECULATORS[kind]], "eagle_aux_hidden_state_layer_ids": boundaries}
+    stated = {name: get_field(config, name) for name in ("draft_vocab_size", "target_hidden_size")}
+    return plain | {name: value for name, value in stated.items() if value is not None}
+
+
+def _of_minimax_m3(config: object) -> object:
+    """M3.1's, whose text_config has the target's number of layers and in dflash_config the drafter's."""
+    text = _section(config, "text_config")
+    nested = get_field(config if text is None else text, "dflash_config")
+    own = None if nested is None else int_field(_FROM_HF, "num_hidden_layers", nested)
+    if text is None and own is None:
+        return config
+    plain = _fields(config) if text is None else text | {"architectures": get_field(config, "architectures")}
+    return plain if own is None else plain | {"num_hidden_layers": own}
+
+
+def _section(config: object, name: str) -> dict[str, Any] | None:
+    section = get_field(config, name)
+    if section is None:
+        return None
+    check_config(_FROM_HF, name, section)
+    return _fields(section)
+
+
+def _fields(config: object) -> dict[str, Any]:
+    return dict(config) if isinstance(config, Mapping) else dict(vars(config))
 
 
 def _num_chunks(config: object) -> int:
@@ -171,21 +236,70 @@ def _dense(config: object) -> dict[str, Any]:
     head = int_field(_FROM_HF, "head_dim", config)
     if head is None:
         head = width // heads if width and heads else _size(config, "head_dim")
-    rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
-    factor = number_field(_FROM_HF, "partial_rotary_factor", config, rope, default=1.0)
-    if not 0 <= factor <= 1:
-        raise checks.error(ValueError, _FROM_HF, f"partial_rotary_factor is {factor}", "one in [0, 1]")
     return {
         "num_layers": _size(config, "num_hidden_layers"),
         "num_kv_heads": _size(config, "num_key_value_heads"),
         "head_dim": head,
-        "rotary_dim": int(head * factor),
+        "rotary_dim": _rotary_dim(config, _rope_parameters(config), head),
         "bias": flag_field(_FROM_HF, "attention_bias", config),
     }
 
 
+def _rotary_dim(config: object, rope: object, head: int) -> int:
+    """The columns of a head that a table of these rope_parameters rotates.
+
+    Source: SGLang 0.5.23 `dflash` and vLLM 0.33 `get_rope`, for which rope_dim supersedes partial_rotary_factor;
+    transformers 5.24 `standardize_rope_params`, for which a factor in rope_parameters supersedes the config's own.
+    """
+    stated = int_field(_FROM_HF, "rope_dim", rope)
+    if stated is not None:
+        return stated
+    factor = number_field(_FROM_HF, "partial_rotary_factor", rope, config, default=1.0)
+    if not 0 <= factor <= 1:
+        raise checks.error(ValueError, _FROM_HF, f"partial_rotary_factor is {factor}", "one in [0, 1]")
+    return int(head * factor)
+
+
+def _rope_parameters(config: object, layer_type: str = "full_attention") -> object:
+    """The rope_parameters of a drafter's layers of one type; None where the config has none."""
+    rope = get_field(config, "rope_parameters") or get_field(config, "rope_scaling")
+    if isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values()):
+        return rope.get(layer_type) or rope.get("full_attention")
+    return rope
+
+
+def _qwen3(config: object) -> dict[str, Any]:
+    """A checkpoint says how its keys were trained to rotate.
+
+    Source: SGLang 0.5.23 `DFlashAttention`; vLLM 0.33 `qwen3_dflash` reads is_neox_style alone.
+    """
+    return _dense(config) | {"interleaved": not is_neox_style(config)}
+
+
+def is_neox_style(config: object, *names: str) -> bool:
+    """Whether RoPE rotates halves: the first of these fields that the config has; without names those of SGLang."""
+    name = next((name for name in names or NEOX_STYLE if get_field(config, name) is not None), None)
+    return True if name is None else flag_field(_FROM_HF, name, config)
+
+
 def _laguna(config: object) -> dict[str, Any]:
-    return _dense(config) | {"chunk_norm": True, "layer_norm": True}
+    """Layers of one type may have RoPE of their own.
+
+    Source: vLLM 0.33 `LagunaAttention`, where swa_rope_parameters come first for layers of sliding attention.
+    """
+    variant = _qwen3(config)
+    stated = get_field(config, "layer_types") or ("full_attention",)
+    of_windows = get_field(config, "swa_rope_parameters")
+    widths = {}
+    for layer, name in enumerate(checks.check_sequence(_FROM_HF, "layer_types", stated, "a list of names")):
+        checks.check_type(_FROM_HF, f"layer_types[{layer}]", name, str, "a name")
+        is_own = name == "sliding_attention" and of_windows is not None
+        rope = of_windows if is_own else _rope_parameters(config, name)
+        widths[name] = _rotary_dim(config, rope, variant["head_dim"])
+    if len(set(widths.values())) > 1:
+        got = f"rotary_dim is {', '.join(f'{width} for {name}' for name, width in widths.items())}"
+        raise checks.error(ValueError, _FROM_HF, got, "one", "a stage has one table of cos and sin")
+    return variant | {"rotary_dim": next(iter(widths.values())), "chunk_norm": True, "layer_norm": True}
 
 
 def _muse_spark(config: object) -> dict[str, Any]:
@@ -208,12 +322,20 @@ def _minimax_m3(config: object) -> dict[str, Any]:
 
 
 def _gemma4(config: object) -> dict[str, Any]:
+    """Layers of full attention, whose proportional RoPE has a table as wide as the head: partial_rotary_factor leaves
+    angles in it that are 0.
+
+    Source: vLLM 0.33 `gemma4_dspark`, `Gemma4RotaryEmbedding`; it is the default of transformers 5.24.
+    """
     if not flag_field(_FROM_HF, "attention_k_eq_v", config):
         because = "a V of its own is normed too, which no kernel does"
         raise checks.error(ValueError, _FROM_HF, "attention_k_eq_v is not set", "True", because)
     globals_ = {"num_kv_heads": "num_global_key_value_heads", "head_dim": "global_head_dim"}
     found = {field: int_field(_FROM_HF, name, config) for field, name in globals_.items()}
-    return _dense(config) | {"values": "k"} | {field: value for field, value in found.items() if value is not None}
+    variant = _dense(config) | {field: value for field, value in found.items() if value is not None}
+    head, rope = variant["head_dim"], _rope_parameters(config)
+    is_proportional = rope is None or get_field(rope, "rope_type") == "proportional"
+    return variant | {"values": "k", "rotary_dim": head if is_proportional else _rotary_dim(config, rope, head)}
 
 
 def _kimi_k3(config: object) -> dict[str, Any]:
@@ -246,7 +368,7 @@ def _stages_of_target(config: object) -> dict[str, Any]:
 
 def _dspark(config: object) -> dict[str, Any]:
     """DSparkDraftModel is vLLM's name for DeepSeek-V4's stages, and SGLang's for a dense drafter."""
-    return _dense(config) if get_field(config, "dspark_target_layer_ids") is None else _deepseek_v4(config)
+    return _qwen3(config) if get_field(config, "dspark_target_layer_ids") is None else _deepseek_v4(config)
 
 
 _QWEN3 = """
@@ -255,7 +377,7 @@ _QWEN3 = """
     LiLiCorrDraftModel Qwen3XPressModel DFlashQwen3XPressModel
 """
 VARIANTS = {
-    **dict.fromkeys(_QWEN3.split(), _dense),
+    **dict.fromkeys(_QWEN3.split(), _qwen3),
     "DFlashLagunaForCausalLM": _laguna,
     "Gemma4DSparkModel": _gemma4,
     "MuseSparkDSparkModel": _muse_spark,
