@@ -322,7 +322,7 @@ def mutants() -> str:
     lines = []
     for path, saved in _saved("*/verify/mutants.json"):
         lines += [_where(path, saved), "", "| file | mutants | killed |", "|---|---:|---:|"]
-        records = saved["records"]
+        records = _of_files_here(saved["records"])
         for file in dict.fromkeys(record["file"] for record in records):
             killed = [record["killed"] for record in records if record["file"] == file]
             lines.append(f"| `{file}` | {len(killed)} | {sum(killed)} |")
@@ -366,8 +366,13 @@ def _verified(name: str, columns: Sequence[str], row: Callable[[dict], list[str]
     lines = []
     for path, saved in _saved(f"*/verify/{name}.json"):
         lines += [_where(path, saved), "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-        lines += ["| " + " | ".join(row(record)) + " |" for record in saved["records"]] + [""]
+        lines += ["| " + " | ".join(row(record)) + " |" for record in _of_files_here(saved["records"])] + [""]
     return "\n".join(lines or ["No run is saved yet."]).rstrip("\n") + "\n"
+
+
+def _of_files_here(records: Sequence[dict]) -> list[dict]:
+    """Without those of a file that is gone since the run."""
+    return [record for record in records if Path(record.get("file", ".")).exists()]
 
 
 def demo() -> str:

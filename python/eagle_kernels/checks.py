@@ -42,6 +42,7 @@ def codes_error(op: str, name: str, tensor: object, because: str = "codes need t
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
     """Any integer of 64 bits (Python's, numpy's) as an int; a bool is refused."""
+    number: Any
     try:
         # `index` would make a constant of a traced size.
         number = value if isinstance(value, torch.SymInt) or type(value) is int else operator.index(value)
