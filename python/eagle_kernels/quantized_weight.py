@@ -241,7 +241,7 @@ class QuantizedWeight:
 
     def _chunks(self, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
         """(first row, end row, values) of each piece."""
-        for begin, end in _pieces(self.shape):
+        for begin, end in _pieces(*self.shape):
             yield begin, end, values_of(self.codes[begin:end]).to(dtype) * self._scales_of_rows(begin, end, dtype)
 
     def _scales_of_rows(self, begin: int, end: int, dtype: torch.dtype) -> Tensor:
@@ -252,9 +252,8 @@ class QuantizedWeight:
         return blocks if self.global_scale is None else blocks * self.global_scale.to(dtype)
 
 
-def _pieces(shape: tuple[int, int]) -> Iterator[tuple[int, int]]:
+def _pieces(D: int, W: int) -> Iterator[tuple[int, int]]:
     """(first row, end row), 4 M numbers at a time: no weight exists in fp32 as a whole."""
-    D, W = shape
     step = max(1, (1 << 22) // max(W, 1))
     for begin in range(0, D, step):
         yield begin, min(begin + step, D)
@@ -457,7 +456,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     if kind.columns_of_a_row is not None and W % columns:
         raise checks.shape_error(op, "weight", weight, f"(D, W) with W a multiple of {columns}", f"of {format}")
     of_columns = []
-    for begin, end in _pieces(weight.shape):
+    for begin, end in _pieces(D, W):
         magnitudes = weight[begin:end].float().abs()
         if not magnitudes.isfinite().all():
             raise checks.error(ValueError, op, "weight has NaN or infinity", "finite values")
@@ -466,7 +465,7 @@ def quantize(weight: Tensor, format: str) -> QuantizedWeight:
     scales, global_scale = _scales_for(largest, kind)
     codes = torch.empty(D, W // kind.columns_per_code, dtype=kind.codes, device=weight.device)
     quantized = QuantizedWeight(codes, scales, format, global_scale)
-    for begin, end in _pieces(weight.shape):
+    for begin, end in _pieces(D, W):
         spread = quantized._scales_of_rows(begin, end, torch.float32)
         codes[begin:end] = _codes_for(weight[begin:end].float().contiguous() / spread, kind)
     sizes, error = _sizes(quantized, weight), _relative_error(quantized, weight)
