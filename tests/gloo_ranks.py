@@ -1,10 +1,12 @@
-"""What each rank of a gloo group computes: its share of the embeddings, and the input stage of a drafter over them."""
+"""What each rank of a gloo group computes: its share of the embeddings, the input stage of a drafter over them, and the
+seconds that all ranks agree on."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import eagle_kernels as ek
+from eagle_kernels.engines import decision
 
 H = 24
 # (ids, original ids among them). For none of them are slices of ceil(V / tp) rows the engines' layout.
@@ -59,4 +61,17 @@ def run(rank: int, size: int, store: str) -> None:
         scaled = drafter(embedding_scale=H**0.5)
         results[vocabulary, "drafter"] = scaled(hidden_states(vocabulary), ids, table=shared)
     torch.save(results, f"{store}.{rank}")
+    dist.destroy_process_group()
+
+
+# Of two ranks: the engine's call and ours, each at two row counts.
+SECONDS = ([[2.0, 5.0], [1.0, 4.0]], [[3.0, 4.0], [0.5, 6.0]])
+
+
+def agree_on_seconds(rank: int, size: int, store: str) -> None:
+    """With the default device of a loader that makes its model on `meta`."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    with torch.device("meta"):
+        agreed = decision.agreed_seconds(lambda: SECONDS[rank], 2, 2, dist.group.WORLD)
+    torch.save(agreed, f"{store}.{rank}")
     dist.destroy_process_group()

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from eagle_kernels.bench import cli
 from eagle_kernels.bench.doctor import examine, pair
 
+import eagle_kernels as ek
 from eagle_kernels.engines import scales
 from engines.test_scales import at
 from test_int4_checkpoint import says_transformers
@@ -26,6 +28,7 @@ K, H, D, V, DRAFTED, N = 3, 64, 48, 1000, 200, 12
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = f"model.layers.{N}"
 FP8 = torch.float8_e4m3fn
+KV_A = "kv_a_proj_with_mqa"
 HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -55,6 +58,29 @@ class Checkpoints(Files):
         self.weights |= {"fc.weight": torch.ones(D, K * H).bfloat16(), "lm_head.weight": torch.ones(DRAFTED, D)}
         self.weights |= {"d2t": torch.zeros(DRAFTED, dtype=torch.int64), "norm.weight": torch.ones(D)}
         self.weights |= {f"midlayer.{norm}.weight": torch.ones(D) for norm in ("input_layernorm", "hidden_norm")}
+
+
+def with_attention(c: Checkpoints, layer: str = "midlayer", **fields: object) -> None:
+    """One decoder layer of four heads, and the config's fields of it."""
+    c.drafter.update(
+        {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12} | fields
+    )
+    rows = {"q": D, "k": D // 2, "v": D // 2}
+    c.weights.update({f"{layer}.self_attn.{name}_proj.weight": torch.ones(rows[name], 2 * D) for name in rows})
+    c.weights[f"{layer}.self_attn.o_proj.weight"] = torch.ones(D, D)
+
+
+def with_latent_attention(c: Checkpoints, **fields: object) -> None:
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+    c.drafter.update({"num_hidden_layers": 1, "num_attention_heads": 4} | sizes | fields)
+    c.drafter.update(architectures=["Eagle3DeepseekV2ForCausalLM"])
+    c.weights.update({f"midlayer.self_attn.{name}.weight": torch.ones(24, 2 * D) for name in ("q_a_proj", KV_A)})
+
+
+def with_biases(c: Checkpoints, layer: str = "midlayer", output: bool = True) -> None:
+    """Of q, k and v, and of o_proj."""
+    rows = {"q": D, "k": D // 2, "v": D // 2} | ({"o": D} if output else {})
+    c.weights.update({f"{layer}.self_attn.{name}_proj.bias": torch.ones(rows[name]) for name in rows})
 
 
 class MTPCheckpoints(Files):
@@ -408,6 +434,74 @@ def of_family(checkpoints: Files, architecture: str, model_type: str) -> None:
     checkpoints.target.update(architectures=[architecture], model_type=model_type)
 
 
+class NextNClass(NamedTuple):
+    """A class of SGLang's that calls its MTP layer otherwise than the file."""
+
+    architecture: str  # of the target
+    model_type: str
+    stage: str  # what the file calls the first norm, with {} for the others' names
+    names: tuple[str, str, str]
+    layer: str  # in the file
+    own: str  # in SGLang, with the dot behind it
+    in_vllm: bool = True
+
+
+_QWEN, _STANDARD = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"), ("enorm", "hnorm", "eh_proj")
+_ERNIE = ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+NEXTN = {
+    "EXAONE-MoE": NextNClass("ExaoneMoEForCausalLM", "exaone_moe", "mtp.{}", _QWEN, "mtp.layers.0", "model.layers.0."),
+    "Qwen3-Next": NextNClass("Qwen3NextForCausalLM", "qwen3_next", "mtp.{}", _QWEN, "mtp.layers.0", "model.layers.0."),
+    "Qwen3-MoE": NextNClass(
+        "Qwen3MoeForCausalLM", "qwen3_moe", "mtp.{}", _QWEN, "mtp.layers.0", "model.layers.0.", in_vllm=False
+    ),
+    "MiMo": NextNClass(
+        "MiMoForCausalLM",
+        "mimo",
+        "model.mtp_layers.0.{}",
+        ("token_layernorm", "hidden_layernorm", "input_proj"),
+        "model.mtp_layers.0",
+        "",
+    ),
+    "Ernie 4.5": NextNClass(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", "model.{}.0", _ERNIE, "model.mtp_block.0", "model.mtp_block."
+    ),
+    "dots3-note": NextNClass(
+        "Dots3NoteForCausalLM", "dots3_note", LAYER + ".{}", _STANDARD, LAYER, "model.heads.0.decoder."
+    ),
+    "IQuest-Q1": NextNClass(
+        "IQuestQ1ForCausalLM",
+        "iquest_q1",
+        "mtp.{}",
+        _STANDARD,
+        "mtp.mtp_model_layer",
+        "model.mtp_layer.mtp_model_layer.",
+        in_vllm=False,
+    ),
+    "HunYuan V4": NextNClass(
+        "HYV4ForCausalLM", "hy_v4", "model.mtp_layers.0.{}", _STANDARD, "model.mtp_layers.0", ".model.decoder."
+    ),
+}
+
+
+def of_nextn(c: Files, title: str, left_out: dict[str, object]) -> None:
+    """Its MTP layer with one layer in numbers, which the config leaves out by the file's name."""
+    its = NEXTN[title]
+    of_family(c, its.architecture, its.model_type)
+    c.weights = {f"{its.stage.format(name)}.weight": torch.ones(2 * H) for name in its.names[:2]}
+    c.weights[f"{its.stage.format(its.names[2])}.weight"] = torch.ones(2 * H, 4 * H).bfloat16()
+    c.weights[f"{its.layer}.{OUT}.weight"] = torch.ones(96, 64)
+    c.target.update(quantization_config=left_out)
+
+
+def with_qkv_of(c: Files, title: str) -> None:
+    """Attention in numbers, which the config leaves out by the file's names and by SGLang's of q, k and v."""
+    names = [f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    its = NEXTN[title]
+    left_out = [f"{layer}{name}" for layer in (f"{its.layer}.", its.own) for name in names]
+    of_nextn(c, title, of_group("Linear") | {"ignore": [*left_out, its.names[2], its.stage.format(its.names[2])]})
+    c.weights.update({f"{its.layer}.{name}.weight": torch.ones(96, 64) for name in names})
+
+
 LAYER61 = "model.layers.61"
 
 
@@ -511,6 +605,40 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
             with_integers(c, AUTO_ROUND),
         ),
         {"fc": "I32 with scales"},
+    ),
+    "EAGLE-3 with attention": (Checkpoints, with_attention, {}),
+    "EAGLE-3 with attention in codes": (
+        Checkpoints,
+        lambda c: (with_attention(c), with_layers_in_fp8(c, "midlayer")),
+        {},
+    ),
+    "EAGLE-3 of two layers": (
+        Checkpoints,
+        lambda c: (
+            with_attention(c, "layers.0", num_hidden_layers=2),
+            renamed(c, "midlayer.input_layernorm.weight", "layers.0.input_layernorm.weight"),
+            renamed(c, "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"),
+            c.weights.update({"layers.1.self_attn.q_proj.weight": torch.ones(D, D)}),
+        ),
+        {},
+    ),
+    "a layer of HunYuan V4 that fp8 leaves out by the file's name": (
+        MTPCheckpoints,
+        lambda c: of_nextn(
+            c, "HunYuan V4", HF_FP8 | {"modules_to_not_convert": [f"model.mtp_layers.0.{OUT}", "eh_proj"]}
+        ),
+        {},
+    ),
+    "q, k and v of a class with packed_modules_mapping, in numbers": (
+        MTPCheckpoints,
+        lambda c: with_qkv_of(c, "Qwen3-Next"),
+        {},
+    ),
+    "EAGLE-3 with latent attention": (Checkpoints, with_latent_attention, {}),
+    "EAGLE-3 of LongCat-Flash, whose config has num_layers": (
+        Checkpoints,
+        lambda c: (c.target.update(model_type="longcat_flash", num_layers=N), c.target.pop("num_hidden_layers")),
+        {"boundaries": [2, 6, 9]},
     ),
     "EAGLE-3 in NVFP4": (Checkpoints, lambda c: in_nvfp4(c), {"fc": "U8 with weight_scale, weight_scale_2"}),
     "EAGLE-3 whose layer is in FP8 blocks": (
@@ -1333,9 +1461,13 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("engine-layers", (V2,), "takes its default: the boundaries [2, 6, 9], and the config means [7]"),
         ],
     ),
-    "a model type without a rule": (
-        lambda c: c.target.update({"model_type": "mamba9"}),
-        [("layers", ALL, "capture_layers: model_type is 'mamba9', expected one of")],
+    "a target that vLLM alone captures": (
+        lambda c: c.target.update({"model_type": "mistral3"}),
+        [("engine-layers", (SGLANG,), "is not known to capture layers of a 'mistral3' target")],
+    ),
+    "ids of a target that vLLM alone captures": (
+        lambda c: (c.target.update({"model_type": "granite"}), c.drafter.update({IDS: [2, 6, 12]})),
+        [("engine-layers", (SGLANG,), "is not known to capture layers of a 'granite' target")],
     ),
     "a target without layers": (
         lambda c: c.target.pop("num_hidden_layers"),
@@ -1429,6 +1561,112 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 for name in ("chunk_norm", "norm_output")
             ),
         ],
+    ),
+    "q, k and v that compressed-tensors leaves out by all names but SGLang's of the three": (
+        lambda c: (
+            with_attention(c),
+            c.drafter.update(
+                quantization_config=of_group("Linear")
+                | {
+                    "ignore": [
+                        *("fc", "model.fc", f"model.layers.{N}.self_attn.qkv_proj", f"model.layers.{N}.{OUT}"),
+                        *(f"{place}.{each}_proj" for place in ("midlayer.self_attn", "model") for each in "qkv"),
+                        *(f"midlayer.{OUT}", f"model.{OUT}"),
+                    ]
+                }
+            ),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                f"builds midlayer.self_attn.{name}_proj quantized: it calls it model.qkv_proj, which ",
+            )
+            for name in "kqv"
+        ],
+    ),
+    "layers that the file lacks": (
+        lambda c: with_attention(c, num_hidden_layers=28),
+        [
+            (
+                "decoder-layers",
+                (SGLANG, V1, V2),
+                "num_hidden_layers is 28, and the file has the layers [0]: it runs the others with what its memory had",
+            )
+        ],
+    ),
+    "a layer that the config lacks": (
+        lambda c: (with_attention(c), c.weights.update({"layers.1.mlp.up_proj.weight": torch.ones(8, D)})),
+        [
+            ("decoder-layers", (V1, V2), "and the file has the layers [0, 1]: it fails to load the others"),
+            ("decoder-layers", (SGLANG,), "and the file has the layers [0, 1]: it skips the others, and says nothing"),
+        ],
+    ),
+    "two layers of a latent drafter": (
+        lambda c: (
+            with_latent_attention(c, num_hidden_layers=2),
+            c.weights.update({"layers.1.mlp.up_proj.weight": torch.ones(8, D)}),
+        ),
+        [("decoder-layers", (SGLANG,), "num_hidden_layers is 2, and it has one layer: it fails")],
+    ),
+    "a latent drafter without q_lora_rank": (
+        lambda c: with_latent_attention(c, q_lora_rank=None),
+        [("config", (SGLANG,), "requires q_lora_rank, which the config does not have")],
+    ),
+    "no q_proj": (
+        lambda c: (with_attention(c), c.weights.pop("midlayer.self_attn.q_proj.weight")),
+        [("load", ALL, "weights has no midlayer.self_attn.q_proj.weight, expected every projection of the layer")],
+    ),
+    "k_proj of other heads": (
+        lambda c: with_attention(c, num_key_value_heads=4),
+        [("load", ALL, "midlayer.self_attn.k_proj.weight has shape (24, 96), expected (48, 96)")],
+    ),
+    "heads that are no number": (
+        lambda c: with_attention(c, num_attention_heads="4"),
+        [("config", ALL, "Eagle3QKVConfig.from_hf: num_attention_heads is a str, expected an int")],
+    ),
+    "biases of q, k and v": (
+        lambda c: (with_attention(c, attention_bias=True), with_biases(c)),
+        [("engine-flags", (SGLANG,), "takes attention_bias for False, and the drafter was trained with True")],
+    ),
+    "biases that the config does not have": (
+        lambda c: (with_attention(c), with_biases(c)),
+        [("load", ALL, "weights has midlayer.self_attn.q_proj.bias, expected none, because bias is False")],
+    ),
+    "biases that the file does not have": (
+        lambda c: (
+            with_attention(c, attention_bias=True),
+            with_biases(c),
+            c.weights.pop("midlayer.self_attn.k_proj.bias"),
+        ),
+        [
+            ("load", ALL, "weights has no midlayer.self_attn.k_proj.bias"),
+            ("engine-flags", (SGLANG,), "takes attention_bias for False"),
+        ],
+    ),
+    "no bias of o_proj": (
+        lambda c: (with_attention(c, attention_bias=True), with_biases(c, output=False)),
+        [
+            ("engine-flags", (SGLANG,), "takes attention_bias for False"),
+            ("engine-flags", (V1, V2), "builds o_proj with a bias, as attention_bias says, and the file has none"),
+        ],
+    ),
+    "a bias of fc, and vLLM's of o_proj": (
+        lambda c: (with_attention(c, bias=True), c.weights.update({"fc.bias": torch.ones(D)})),
+        [
+            *(("engine-flags", (engine,), "takes bias for False") for engine in (V1, V2)),
+            ("engine-flags", (V1, V2), "builds o_proj with a bias, as bias says, and the file has none"),
+        ],
+    ),
+    "a width of the target that is null": (
+        lambda c: (
+            c.drafter.update(target_hidden_size=None, hidden_size=H),
+            c.target.update(hidden_size=H),
+            c.weights.update({"fc.weight": torch.ones(H, K * H), "lm_head.weight": torch.ones(DRAFTED, H)}),
+            c.weights.update({"norm.weight": torch.ones(H)}),
+            c.weights.update({f"midlayer.{norm}.weight": torch.ones(H) for norm in ("input_layernorm", "hidden_norm")}),
+        ),
+        [("hidden-size", (SGLANG, V1, V2), "reads target_hidden_size, which is null, and fails")],
     ),
     "another vocabulary": (
         lambda c: c.drafter.update(vocab_size=V + 8),
@@ -2137,6 +2375,38 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("DeepSeek behind 12 layers", "DeepseekV3ForCausalLM", "deepseek_v3"),
         )
     },
+    **{
+        f"a layer of {title} that {method} leaves out by the file's name": (
+            lambda c, title=title, config=config, key=key, its=its: of_nextn(
+                c, title, config | {key: [f"{its.layer}.{OUT}", its.names[2], its.stage.format(its.names[2])]}
+            ),
+            [
+                *([] if its.in_vllm else [("unserved", (V1, V2), "has no drafter for")]),
+                (
+                    "layer-quantized",
+                    (SGLANG,),
+                    f"builds {its.layer}.{OUT} quantized: it calls it {its.own}{OUT}, which quantization_config does",
+                ),
+            ],
+        )
+        for title, its in NEXTN.items()
+        for method, config, key in (
+            ("fp8", HF_FP8, "modules_to_not_convert"),
+            ("compressed-tensors", of_group("Linear"), "ignore"),
+        )
+        if (title, method) != ("HunYuan V4", "fp8")  # whose class renames the entries of that list
+    },
+    "q, k and v of a class without packed_modules_mapping, in numbers": (
+        lambda c: with_qkv_of(c, "EXAONE-MoE"),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                f"builds mtp.layers.0.self_attn.{name}_proj quantized: it calls it model.layers.0.self_attn.qkv_proj,",
+            )
+            for name in "kqv"
+        ],
+    ),
     "GLM-5's latent attention that fp8 leaves out by the file's names": (
         lambda c: (
             of_family(c, "GlmMoeDsaForCausalLM", "glm_moe_dsa"),
@@ -2749,7 +3019,7 @@ LAYER_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     ),
     "an embedding in FP8, as wide as the target's": (
         lambda c: (
-            c.drafter.update(target_hidden_size=None, hidden_size=H),
+            c.drafter.update(hidden_size=c.drafter.pop("target_hidden_size")),
             c.weights.update({"fc.weight": torch.ones(H, K * H), "norm.weight": torch.ones(H)}),
             c.weights.update({f"midlayer.{norm}.weight": torch.ones(H) for norm in ("input_layernorm", "hidden_norm")}),
             c.weights.update({"embed_tokens.weight": torch.ones(V, H).to(FP8)}),
@@ -3182,6 +3452,34 @@ def test_experts_have_other_schemes(tmp_path: Path) -> None:
     assert not [each for each in examine(*checkpoints.save(tmp_path)).findings if "no scheme" in each.text]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind", "engines"),
+    [
+        pytest.param("Glm4MoeForCausalLM", "glm4_moe", [(V1, V2)], id="glm-4.7"),
+        pytest.param("DeepseekV3ForCausalLM", "deepseek_v3", [(SGLANG,), (V1, V2)], id="deepseek"),
+    ],
+)
+@pytest.mark.parametrize("is_indexed", [False, True], ids=["outside", "indexed"])
+def test_mtp_safetensors_outside_the_index(
+    architecture: str, kind: str, engines: list[tuple], is_indexed: bool, tmp_path: Path
+) -> None:
+    """SGLang reads it for GLM-4.5 to 4.7 alone; doctor found no MTP layer, and load_checkpoint neither."""
+    checkpoints = MTPCheckpoints()
+    of_family(checkpoints, architecture, kind)
+    checkpoints.target.update(num_nextn_predict_layers=1)
+    target, drafter = checkpoints.save(tmp_path)
+    (drafter / "model.safetensors").rename(drafter / "mtp.safetensors")
+    save_file({"model.norm.weight": torch.ones(2 * H)}, drafter / "model-00001-of-00001.safetensors")
+    weight_map = {"model.norm.weight": "model-00001-of-00001.safetensors"}
+    weight_map |= dict.fromkeys(checkpoints.weights, "mtp.safetensors") if is_indexed else {}
+    (drafter / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    found = examine(target, drafter).findings
+    assert [finding.engines for finding in found] == ([] if is_indexed else engines)
+    assert all("does not read mtp.safetensors" in finding.text for finding in found)
+    layer = ek.MTPProjection(ek.MTPConfig.from_hf(checkpoints.target), dtype=torch.bfloat16)
+    assert layer.load_checkpoint(drafter) is layer
+
+
 def test_an_engine_leaves_out_what_the_others_fall_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoints = Checkpoints()
     checkpoints.drafter["eagle_config"] = {IDS: [1, 5, 8]}
@@ -3360,6 +3658,14 @@ def test_a_pattern_that_cannot_be_compiled_names_no_layer(pattern: str, tmp_path
     with_config(checkpoints, HF_FP8 | {"modules_to_not_convert": [f"re:{pattern}"]})
     found = examine(*checkpoints.save(tmp_path)).findings
     assert [finding.engines for finding in found] == [(SGLANG,)]  # as without the pattern
+
+
+def test_a_layer_of_5000_digits_is_none(tmp_path: Path) -> None:
+    """Python reads no int of more than 4300."""
+    checkpoints = Checkpoints()
+    with_attention(checkpoints)
+    checkpoints.weights[f"layers.{'9' * 5000}.self_attn.q_proj.weight"] = torch.ones(2, 2)
+    assert examine(*checkpoints.save(tmp_path)).findings == []
 
 
 @pytest.mark.parametrize("name", ["k\u00e4se", "\ud800"])

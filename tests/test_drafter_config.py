@@ -36,11 +36,14 @@ RULES = [
     pytest.param("qwen3", 36, [2, 18, 33], [3, 19, 34], id="output-even-where-it-looks-like-boundaries"),
     pytest.param("qwen3_moe", 94, [1, 46, 90], [2, 47, 91], id="output-qwen3-235b"),
     # SGLang's classes inherit the rule: `llama.py` has InternLM3's and IQuestCoder's, `ministral3.py` a subclass of
-    # Llama's, `bailing_moe.py` BailingMoeV2's. None of them overrides it.
+    # Llama's, `bailing_moe.py` BailingMoeV2's, `sarvam_moe.py` a subclass of it, `mellum.py` one of Qwen3Moe's. None of
+    # them overrides it.
     pytest.param("internlm3", 48, [1, 23, 44], [2, 24, 45], id="output-internlm3"),
     pytest.param("iquestcoder", 80, [1, 39, 76], [2, 40, 77], id="output-iquest-coder"),
     pytest.param("ministral3", 34, [2, 17, 31], [3, 18, 32], id="output-ministral3"),
     pytest.param("bailing_moe_v2", 32, [1, 15, 28], [2, 16, 29], id="output-ling-2"),
+    pytest.param("sarvam_moe", 19, [1, 9, 15], [2, 10, 16], id="output-sarvam"),
+    pytest.param("mellum", 28, [1, 13, 24], [2, 14, 25], id="output-mellum"),
     pytest.param("minimax_m3_vl", 60, [1, 29, 56, 59], [2, 30, 57, 60], id="output-four-layers"),
     pytest.param("qwen3", 36, [33, 1, 17], [2, 18, 34], id="output-sorted"),
     pytest.param("qwen3", 36, (7,), [8], id="output-one-layer"),
@@ -93,6 +96,7 @@ def test_a_config_keeps_ids_as_a_tuple(layer_ids) -> None:
         pytest.param("gpt_oss", 24, [2, 12, 21], id="gpt-oss"),
         pytest.param("minimax_m3_vl", 60, [2, 30, 57], id="minimax-m3-where-sglang-shifts"),
         pytest.param("qwen3", 7, [2, 3, 4], id="shallowest"),
+        pytest.param("mistral3", 40, [2, 20, 37], id="captured-by-vllm-alone"),
     ],
 )
 def test_default_layers_are_boundaries(model_type, num_layers, boundaries, layer_ids_mean):
@@ -139,7 +143,7 @@ def test_model_types_are_those_of_transformers():
     # Remote-code configs, known to SGLang by these names.
     remote = {"bailing_moe", "bailing_moe_v2", "kimi_k2", "minimax_m3"}
     with pytest.raises(ValueError, match="model_type") as caught:
-        capture_layers("", 36)
+        capture_layers("", 36, [2])
     known = set(re.findall(r"'(\w+)'", str(caught.value).split("one of")[1].split("]")[0]))
     assert {"llama", "gemma3", "gemma3_text", "gemma4", "deepseek_v3", "kimi_k2", "gpt_oss", "qwen3"} <= known
     assert known - remote <= set(configuration_auto.CONFIG_MAPPING_NAMES)
@@ -174,7 +178,7 @@ CAPTURE_ERRORS = [
     pytest.param(("qwen3", 36, 2), {}, TypeError, "layer_ids is a int, expected a list of ints", id="number"),
     pytest.param(("qwen3", 36, [True]), {}, TypeError, "layer_ids[0] is a bool, expected an int", id="bool-id"),
     pytest.param(("qwen3", -3), {}, ValueError, "num_layers is -3, expected at least 1", id="negative-layers"),
-    pytest.param((["qwen3"], 36), {}, ValueError, "model_type is ['qwen3'], expected one of", id="list-of-types"),
+    pytest.param((["qwen3"], 36, [2]), {}, ValueError, "model_type is ['qwen3'], expected one of", id="list-of-types"),
     pytest.param(
         (["qwen3"], 36, [1]),
         {"algorithm": "dspark"},
@@ -208,7 +212,9 @@ CAPTURE_ERRORS = [
         "layer_ids_mean is 'input', expected None, 'output' or 'boundary'",
         id="meaning",
     ),
-    pytest.param(("lamma", 36), {}, ValueError, "model_type is 'lamma', expected one of ['apertus', ", id="unknown"),
+    pytest.param(
+        ("lamma", 36, [2]), {}, ValueError, "model_type is 'lamma', expected one of ['apertus', ", id="unknown"
+    ),
     pytest.param(("step3p5", 45, [1]), {}, ValueError, "layer_ids_mean='boundary'", id="unknown-says-how-to-go-on"),
 ]
 

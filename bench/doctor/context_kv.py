@@ -212,7 +212,7 @@ def is_target(architecture: str) -> bool:
 
 
 def _look_at_layers(pair: Pair, architecture: str, algorithm: str) -> None:
-    layers, ids = pair.text.get("num_hidden_layers"), _layer_ids(pair)
+    layers, ids = pair.num_layers, _layer_ids(pair)
     if not isinstance(layers, int):
         return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
     if architecture == "K3DSparkModel":

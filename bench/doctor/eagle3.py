@@ -11,10 +11,20 @@ from functools import partial
 from eagle_kernels import Eagle3Config, Eagle3Projection, capture_layers
 from eagle_kernels.checkpoint import eagle3_name, eagle3_projection, norms_before_fc
 from eagle_kernels.checkpoint_files import Checkpoint
-from eagle_kernels.drafter_config import get_field
+from eagle_kernels.drafter_config import get_field, is_captured_by_sglang
 from eagle_kernels.quantized_checkpoint import is_of_activations
 
-from .layers import Names, kind_of, look_at_layers, look_at_merged, look_at_names, names_in_vllm, names_without_layer
+from . import eagle3_decoder
+from .layers import (
+    Names,
+    kind_of,
+    look_at_layers,
+    look_at_merged,
+    look_at_names,
+    names_in_vllm,
+    names_without_layer,
+    tried_by_sglang,
+)
 from .pair import DENSE, SGLANG, VLLM_V1, VLLM_V2, Header, Pair
 from .quantization import (
     EMBEDDING,
@@ -54,6 +64,8 @@ def examine(pair: Pair, trained_by: str | None) -> None:
         _look_at_fc(pair, config)
     _look_at_norms(pair, config)
     _look_at_flags(pair, config)
+    _look_at_target_size(pair)
+    eagle3_decoder.examine(pair, any(name in _MLA for name in pair.architectures))
     _look_at_vocabulary(pair, config)
     seen = {name.rpartition(".")[0] for name in pair.headers if _is_seen(name)}
     names = {"sglang": Names(partial(_names_in_sglang, pair)), "vllm": Names(partial(names_in_vllm, pair))}
@@ -67,7 +79,7 @@ def _names_in_sglang(pair: Pair, path: str) -> list[str]:
     """`llama_eagle3` gives the parts of each layer the model's prefix, without the layer's; its fc takes no config.
     Of `kimi_k25_eagle3` fc takes it, under a name of its own."""
     if not any(name in _MLA for name in pair.architectures):
-        names = names_without_layer(path)
+        names = tried_by_sglang(pair, names_without_layer(path))
         return [f"model.self_attn.{name}" if name == "o_proj" else f"model.{name}" for name in names]
     takes_fc = not _MLA_FC.isdisjoint(pair.architectures) and _in_sglang(pair) == TAKES_CONFIG
     return ["model.fc"] if path == "fc" and takes_fc else []
@@ -157,16 +169,21 @@ def _look_at_layers(pair: Pair, config: Eagle3Config) -> None:
     if not config.projection:
         text = "use_aux_hidden_state is False, but not in eagle_config, where engines look for it: they capture layers"
         pair.find("layers", text)
-    layers = pair.text.get("num_hidden_layers")
+    layers = pair.num_layers
     if not isinstance(layers, int):
         return pair.find("layers", f"the target's config has no num_hidden_layers: got {layers!r}")
+    in_sglang = is_captured_by_sglang(pair.model_type)
+    mean = config.layer_ids_mean if in_sglang else "boundary"  # to vLLM, the only engine that may capture it
     try:
-        meant = capture_layers(pair.model_type, layers, config.layer_ids, layer_ids_mean=config.layer_ids_mean)
+        meant = capture_layers(pair.model_type, layers, config.layer_ids, layer_ids_mean=mean)
     except (TypeError, ValueError) as wrong:
         return pair.find("layers", str(wrong))
     pair.facts["K"] = config.num_chunks
     pair.facts["boundaries"] = meant
     for engine, (ids, are_boundaries, stated) in _engines(pair).items():
+        if engine == SGLANG and not in_sglang:
+            pair.find("engine-layers", f"is not known to capture layers of a {pair.model_type!r} target", engine)
+            continue
         is_unread = ids is None and config.layer_ids is not None
         unread = "does not read the config's layer ids and takes its default: " if is_unread else ""
         if ids == []:
@@ -275,6 +292,18 @@ def _look_at_flags(pair: Pair, config: Eagle3Config) -> None:
             if read[name] != meant[name]:
                 text = f"takes {name} for {read[name]}, and the drafter was trained with {meant[name]}: {_FLAGS[name]}"
                 pair.find("engine-flags", text, engine)
+
+
+def _look_at_target_size(pair: Pair) -> None:
+    """Engines multiply target_hidden_size as it is where the config has it; only one class takes null for absent."""
+    is_null = "target_hidden_size" in pair.drafter and pair.drafter["target_hidden_size"] is None
+    if not is_null or pair.drafter.get("speculators_model_type") is not None:  # whose nulls vLLM leaves out
+        return
+    text = "reads target_hidden_size, which is null, and fails: without the field it is the drafter's hidden_size"
+    in_sglang = (SGLANG,) if _MLA_FC.isdisjoint(pair.architectures) else ()
+    in_vllm = () if _reads_last_state(pair) else (VLLM_V1, VLLM_V2)
+    if engines := in_sglang + in_vllm:
+        pair.find("hidden-size", text, *engines)
 
 
 def _flags(pair: Pair) -> dict[str, dict[str, bool] | None]:

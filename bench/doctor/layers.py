@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from eagle_kernels.engines.scales import MERGED
-from eagle_kernels.quantization_config import algorithm_of, section_of, unread_format
+from eagle_kernels.quantization_config import algorithm_of, method_of, section_of, unread_format
 from eagle_kernels.quantized_checkpoint import check_projection
 
 from . import experts as stacks
@@ -28,12 +28,14 @@ from .quantization import (
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _HEADS = ("lm_head", "head", "output")
-_OF_DRAFTER = re.compile(r"(?:midlayer|layers\.(?P<number>\d+))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)")
+_OF_DRAFTER = re.compile(
+    r"(?:midlayer|layers\.(?P<number>\d{1,9}))\.(?P<part>self_attn|mlp|feed_forward)\.(?P<name>\w+)"
+)
 # The projection of the captured layers: Kimi K3's is the latter.
 _PROJECTIONS = ("fc", "context_proj")
 # The linear layers of a decoder layer without experts, and the module of all its experts.
 _OF_LAYER = re.compile(
-    r"\b(?:midlayer|layers\.\d+)\.(?:self_attn|mlp)\."
+    r"\b(?:midlayer|(?:mtp_)?layers\.\d+|mtp_block\.\d+|mtp_model_layer)\.(?:self_attn|mlp)\."
     r"([qkvo]_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|gate_proj|up_proj|down_proj)$"
 )
 _OF_EXPERTS = re.compile(
@@ -159,7 +161,7 @@ def names_in_vllm(pair: Pair, path: str, renames: bool = False) -> list[str]:
     Source: vLLM 0.33 `llama_eagle3`, `qwen3_eagle3`, `deepseek_eagle3`, which rename none; `qwen3_dflash`, whose
     `map_draft_quant_config` does.
     """
-    own, layers = path.removeprefix("model."), pair.text.get("num_hidden_layers")
+    own, layers = path.removeprefix("model."), pair.num_layers
     is_renamed = renames and pair.quantization is not None and algorithm_of(pair.quantization) is not None
     match = _OF_DRAFTER.fullmatch(own)
     if own in _PROJECTIONS:
@@ -179,6 +181,13 @@ def names_without_layer(path: str) -> list[str]:
         return []
     name = match[1]
     return [*(merged for merged, parts in MERGED.items() if name in parts and merged != "fused_qkv_a_proj"), name]
+
+
+def tried_by_sglang(pair: Pair, names: list[str]) -> list[str]:
+    """These names of a merged layer and its part without the part's, where SGLang does not try it: compressed-tensors
+    has it from packed_modules_mapping alone, which few classes of drafters have (0.5.23 `should_ignore_layer`)."""
+    is_by_table = pair.quantization is not None and method_of(pair.quantization) == "compressed-tensors"
+    return names[:1] if is_by_table else names
 
 
 class _Wrong(NamedTuple):

@@ -1,6 +1,6 @@
 """MTP and EAGLE-1: the one projection of embedding and hidden state, by the family's row of `models/table.py`."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,8 @@ _NOT_IN_FP4 = _TAKE_QUARK | {
     *("BailingMoeForCausalLMNextN", "Qwen3_5ForCausalLMMTP"),
 }
 
+# For these it reads mtp.safetensors even where the index does not name it.
+_ADD_THE_FILE = {"Glm4MoeForCausalLMNextN", "Glm4MoeLiteForCausalLMNextN"}
 # It gives the decoder layer of these no quantization config.
 _SGLANG_IN_NUMBERS = {"Step3p5MTP", "InklingForConditionalGenerationMTP"}
 # Each engine takes one entry for all layers of these: vLLM a rule of GPTQ's `dynamic` that leaves out mtp, SGLang an
@@ -77,6 +79,7 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
         pair.find(
             "load", f"the drafter's files have no {' and no '.join(stage.projections)}, the stage of {family.title}"
         )
+    _look_at_index(pair, stage, [name for stems in layers.values() for name in stems])
     held_in = {name: _held_in(pair, served) for engine, served in stage.engines.items() for name in ENGINES[engine]}
     inside_norms = mtp_norms_inside(pair.headers, streams=stage.streams)
     for prefix, stems in layers.items():
@@ -94,12 +97,27 @@ def examine(pair: Pair, family: ModelFamily, stage: MTPStage, config: Mapping[st
     own_names: dict[str, Names] = {}
     if stage.sglang is not None:
         architectures = stage.sglang.architectures
-        own_names["sglang"] = Names(partial(nextn.names_of, architectures), nextn.read_config(pair, architectures))
+        own_names["sglang"] = Names(
+            partial(nextn.names_of, pair, architectures), nextn.read_config(pair, architectures)
+        )
     look_at_layers(pair, own - seen, held_in_layer, own_names)
     look_at_merged(pair, own)
     takes = [path for path in own - seen if held_in_layer(path).get(SGLANG) == TAKES_CONFIG]
     look_at_names(pair, takes, own_names)
     return None
+
+
+def _look_at_index(pair: Pair, stage: MTPStage, names: Collection[str]) -> None:
+    """Report engines that do not read mtp.safetensors, because the index does not name it (`maybe_add_mtp_safetensors`
+    of SGLang 0.5.23; vLLM 0.33 reads the files of the index alone)."""
+    if pair.unindexed.isdisjoint(names):
+        return
+    layers = pair.drafter.get("num_nextn_predict_layers")
+    has_layers = isinstance(layers, int) and layers > 0
+    for engine, served in stage.engines.items():
+        if engine == "vllm" or not has_layers or _ADD_THE_FILE.isdisjoint(served.architectures):
+            text = "does not read mtp.safetensors, which model.safetensors.index.json does not name"
+            pair.find("load", text, *ENGINES[engine])
 
 
 def _own_paths(pair: Pair, layers: Mapping[str, Mapping[str, str]], is_alone: bool) -> set[str]:

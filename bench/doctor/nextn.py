@@ -8,11 +8,17 @@ auto-round have no `apply_weight_name_mapper`.
 | DeepSeek V3 | model.decoder | those with model.layers.61 in them |
 | GLM-5 | model.decoder | Quark's that begin with model.layers.N. |
 | GLM-5-next | model.decoder | those with model.layers.N in them |
+| HunYuan V4 | .model.decoder | those of fp8 with mtp_layers.0 in them |
 | GLM-4.5 to 4.7, Lite, GLM-OCR, GigaChat 3.5, HunYuan V3, MiMo-V2 | model.decoder | none |
-| Qwen3-Next | model.layers.0 | none |
+| Qwen3-Next, Qwen3-MoE, EXAONE-MoE | model.layers.0 | none |
+| dots3-note | model.heads.0.decoder | none |
+| Ernie 4.5 | model.mtp_block | none |
+| IQuest-Q1 | model.mtp_layer.mtp_model_layer | none |
+| MiMo | without a name, so self_attn and mlp | none |
 
 Source: `deepseek_nextn`, `glm4_moe` (`GlmMoeDsaForCausalLMNextN`), `glm5_next_nextn`, `glm4_moe_nextn`,
-`glm4_moe_lite_nextn`, `glm_ocr_nextn`, `gigachat35_mtp`, `hunyuan_v3_nextn`, `mimo_v2_nextn`, `qwen3_next_mtp`;
+`glm4_moe_lite_nextn`, `glm_ocr_nextn`, `gigachat35_mtp`, `hunyuan_v3_nextn`, `hunyuan_v4_nextn`, `mimo_v2_nextn`,
+`qwen3_next_mtp`, `qwen3_moe_mtp`, `exaone_moe_mtp`, `dots3_common/nextn`, `ernie4_eagle`, `iquest_q1_mtp`, `mimo_mtp`;
 `_get_quantization_config`.
 """
 
@@ -21,7 +27,7 @@ from typing import Any, NamedTuple
 
 from eagle_kernels.quantization_config import algorithm_of, leaves_out, method_of, renamed
 
-from .layers import names_without_layer
+from .layers import names_without_layer, tried_by_sglang
 from .pair import Pair
 
 _RENAMED = ("compressed-tensors", "fp8", "humming", "modelopt", "mxfp8", "quark")
@@ -50,11 +56,16 @@ def _of_glm5_next(entry: str, layer: str) -> str:
     return entry
 
 
+def _of_hunyuan4(entry: str, layer: str) -> str:
+    return entry.replace("model.mtp_layers.0", _DECODER).replace("mtp_layers.0", _DECODER)
+
+
 class _Class(NamedTuple):
     decoder: str | None = None  # what it calls its layer; None where that is not known
     rename: Callable[[str, str], str] = lambda entry, layer: entry  # given the name of the MTP layer in the file
     methods: tuple[str, ...] = _RENAMED
     is_left_out_whole: bool = False  # by an entry that is the layer itself (`_resolve_nextn_quant_config`)
+    merged: tuple[str, ...] = ()  # the layers in its packed_modules_mapping
 
 
 _CLASSES = {
@@ -68,7 +79,16 @@ _CLASSES = {
         ),
         _Class(_DECODER),
     ),
-    "Qwen3NextForCausalLMMTP": _Class("model.layers.0"),
+    "HYV4ForCausalLMNextN": _Class(f".{_DECODER}", _of_hunyuan4, methods=("fp8",), merged=("gate_up_proj",)),
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLMMTP", "Qwen3MoeForCausalLMMTP"),
+        _Class("model.layers.0", merged=("qkv_proj", "gate_up_proj")),
+    ),
+    "ExaoneMoEForCausalLMMTP": _Class("model.layers.0"),
+    "Dots3NoteForCausalLMNextN": _Class("model.heads.0.decoder"),
+    "Ernie4_5_MoeForCausalLMMTP": _Class("model.mtp_block"),
+    "IQuestQ1MTP": _Class("model.mtp_layer.mtp_model_layer"),
+    "MiMoMTP": _Class(""),
 }
 
 
@@ -84,14 +104,18 @@ def read_config(pair: Pair, architectures: Collection[str]) -> Mapping[str, Any]
     return renamed(config, lambda entry: of.rename(entry, _layer(pair)))
 
 
-def names_of(architectures: Collection[str], path: str) -> list[str]:
+def names_of(pair: Pair, architectures: Collection[str], path: str) -> list[str]:
     """["model.decoder.self_attn.qkv_proj", "model.decoder.self_attn.q_proj"] for model.layers.61.self_attn.q_proj: the
     merged layer, and its part, which methods try too; [] where the name is not known. Experts are one module."""
-    decoder, names = _class_of(architectures).decoder, names_without_layer(path)
+    own, names = _class_of(architectures), names_without_layer(path)
     if ".mlp.experts." in path:
         names = ["experts"]
+    if names and names[0] not in own.merged:
+        names = tried_by_sglang(pair, names)
     part = next((part for part in ("self_attn", "mlp") if f".{part}." in path), None)
-    return [f"{decoder}.{part}.{name}" for name in names] if decoder and part else []
+    if own.decoder is None or part is None:
+        return []
+    return [f"{own.decoder}.{part}.{name}" if own.decoder else f"{part}.{name}" for name in names]
 
 
 def is_unquantized(pair: Pair, architectures: Collection[str]) -> bool:
@@ -105,4 +129,4 @@ def is_unquantized(pair: Pair, architectures: Collection[str]) -> bool:
 
 def _layer(pair: Pair) -> str:
     """The first layer after the target's."""
-    return f"model.layers.{pair.text.get('num_hidden_layers')}"
+    return f"model.layers.{pair.num_layers}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle_kernels import checks
-from eagle_kernels.checkpoint_files import Checkpoint, open_tensors, read_tensor
+from eagle_kernels.checkpoint_files import MTP_FILE, Checkpoint, open_tensors, read_tensor
 from eagle_kernels.quantization_config import config_of
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
@@ -90,6 +90,7 @@ class Pair:
     drafter: Mapping[str, Any]
     headers: dict[str, Header]  # by the names of the drafter's files
     quantization: Mapping[str, Any] | None
+    unindexed: frozenset[str] = frozenset()  # the names in mtp.safetensors, where the drafter's index lacks that file
     facts: dict[str, object] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -104,6 +105,13 @@ class Pair:
             nested = text.get(name)
             text = nested if isinstance(nested, Mapping) else text
         return text
+
+    @property
+    def num_layers(self) -> object:
+        """The target's decoder layers, as its config says; None where it does not. LongCat-Flash calls them num_layers
+        (SGLang 0.5.23 `configs/longcat_flash`, vLLM 0.33 `longcat_flash`)."""
+        stated = self.text.get("num_hidden_layers")
+        return self.text.get("num_layers") if stated is None else stated
 
     @cached_property
     def read(self) -> dict[tuple[str, bool], Mapping[str, Any] | None]:
@@ -175,7 +183,7 @@ class Pair:
 def read(target: Path, drafter: Path) -> Pair:
     """Raises ValueError that names a file that is missing, damaged or unreadable, or the package that would read it."""
     try:
-        return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter))
+        return Pair(_config(target), _config(drafter), _headers(drafter), config_of(OP, drafter), _unindexed(drafter))
     except OSError as failure:
         got = f"{target} or {drafter} cannot be read"
         raise checks.error(ValueError, OP, got, "files that can", str(failure)) from None
@@ -199,6 +207,14 @@ def _headers(folder: Path) -> dict[str, Header]:
         read = partial(read_tensor, OP, file, name) if name.rpartition(".")[2] in _READ else None
         headers[name] = Header(shape, dtype, read)
     return headers
+
+
+def _unindexed(folder: Path) -> frozenset[str]:
+    index, file = folder / "model.safetensors.index.json", folder / MTP_FILE
+    if not index.is_file() or not file.is_file():
+        return frozenset()
+    weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]  # valid: `_headers` has read it
+    return frozenset(open_tensors(OP, file)) - weight_map.keys() if MTP_FILE not in weight_map.values() else frozenset()
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -36,6 +36,8 @@ class Checkpoint(NamedTuple):
         return {**parameters, **{rest: name for found in inside.values() for rest, name in found.items()}}
 
 
+# Read beside an index that does not name it (SGLang 0.5.23 `maybe_add_mtp_safetensors`: checkpoints of GLM-4.7).
+MTP_FILE = "mtp.safetensors"
 Weights = str | os.PathLike | Mapping[str, Tensor] | Checkpoint
 
 
@@ -86,9 +88,12 @@ def open_tensors(op: str, path: Path) -> dict[str, Any]:
     index = path / "model.safetensors.index.json"
     checks.check_file(op, index, "the index of a sharded checkpoint")
     file_of = _files_of_index(op, index) if index.is_file() else {}
+    files = set(file_of.values())
+    if files and (of_mtp := path / MTP_FILE).is_file():
+        files.add(of_mtp)
     handles: dict[str, tuple[Path, Any]] = {}
     elsewhere: dict[str, Path] = {}
-    for file, handle in _open_files(op, path, set(file_of.values())):
+    for file, handle in _open_files(op, path, files):
         names = handle.keys()
         for name in names:
             if file_of.get(name, file) != file:

@@ -46,8 +46,9 @@ LAYER_ID_RULES: dict[str, _Rule] = {
 # beside its text model's, to which it delegates.
 _OTHER_MODEL_TYPES = {
     "output": """
-        apertus bailing_moe bailing_moe_v2 internlm3 iquestcoder llama llama4 llama4_text ministral3 minimax_m2 mistral
-        phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text
+        apertus bailing_moe bailing_moe_v2 internlm3 iquestcoder llama llama4 llama4_text mellum ministral3 minimax_m2
+        mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
+        qwen3_vl_text sarvam_moe
     """,
     "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",
@@ -76,7 +77,8 @@ def capture_layers(
     Without ids: [2, N // 2, N - 3], which are boundaries.
 
     Args:
-        model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part).
+        model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part). The
+            default list is the same for all.
         num_layers: N, the target's number of decoder layers.
         layer_ids: as the drafter's checkpoint writes them, or None for the default.
         algorithm: "eagle3", "dflash" or "dspark".
@@ -99,7 +101,9 @@ def capture_layers(
     """
     op = "capture_layers"
     num_layers = checks.check_int(op, "num_layers", num_layers, at_least=1)
-    rule = _capture_rule(op, model_type, algorithm, layer_ids_mean)
+    # vLLM has the default for every target that it captures, of which SGLang, whose ids the table is of, has some.
+    is_default = layer_ids is None and layer_ids_mean is None
+    rule = _capture_rule(op, model_type, algorithm, "boundary" if is_default else layer_ids_mean)
     if layer_ids is None:
         if algorithm != "eagle3":
             because = f"{_ALGORITHMS[algorithm]} has no default layers"
@@ -159,6 +163,11 @@ def _capture_rule(op: str, model_type: str, algorithm: str, layer_ids_mean: str 
             "what the ids mean depends on it; for another target pass boundaries and layer_ids_mean='boundary'",
         )
     return LAYER_ID_RULES[rules[model_type]]
+
+
+def is_captured_by_sglang(model_type: str) -> bool:
+    """Whether SGLang is known to capture layers of this target for EAGLE-3."""
+    return model_type in _rule_of_model_type()
 
 
 @functools.cache

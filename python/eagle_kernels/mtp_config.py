@@ -119,7 +119,7 @@ class MTPConfig:
             round_embedding_scale=engine in family.scale_rounded_by,
             embedding_prenormed=stage.embedding_prenormed,
             mask_position_zero=served.zeroes_position_0,
-            chain="normed" if stage.chain_field and flag_field(_FROM_HF, stage.chain_field, text) else served.chain,
+            chain="normed" if _is_chain_normed(config, text, stage, engine) else served.chain,
         )
 
 
@@ -161,6 +161,18 @@ def _engine_stage(family: ModelFamily, stage: MTPStage, engine: str) -> EngineSt
         because = f"{engine} does not serve {family.title}"
         raise checks.error(ValueError, _FROM_HF, f"engine is {engine!r}", " or ".join(map(repr, engines)), because)
     return engines[engine]
+
+
+def _is_chain_normed(config: object, text: object, stage: MTPStage, engine: str) -> bool:
+    """By Inkling's field, which its checkpoints have in `mtp_config`.
+
+    Source: SGLang 0.5.23 `inkling`, vLLM 0.33 `config/speculative`, transformers 5.23 `configuration_inkling`.
+    """
+    if stage.chain_field is None:
+        return False
+    of_mtp = get_field(config, "mtp_config")
+    places = {"sglang": (of_mtp, text), "vllm": (of_mtp or text,), "transformers": (text, of_mtp)}
+    return flag_field(_FROM_HF, stage.chain_field, *places[engine])
 
 
 def _norm_offset(family: ModelFamily, stage: MTPStage, text: object) -> float:

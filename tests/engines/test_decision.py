@@ -8,12 +8,14 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+import gloo_ranks as ranks
 from eagle_kernels.engines import decision
 from eagle_kernels.engines.decision import Decision
 
@@ -151,6 +153,14 @@ def test_a_stage_is_timed_once_by_what_its_times_depend_on(monkeypatch: pytest.M
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     timed()
     assert done == ["checked", "timed"] * 5
+
+
+def test_ranks_agree_on_seconds_whatever_the_default_device_is(tmp_path: Path) -> None:
+    """On the engine's fastest and our slowest. The default is `meta` in vLLM's `ipc_cache` loader, where the all-reduce
+    raised NotImplementedError."""
+    store = str(tmp_path / "store")
+    torch.multiprocessing.spawn(ranks.agree_on_seconds, args=(2, store), nprocs=2)
+    assert [torch.load(f"{store}.{rank}") for rank in range(2)] == [[[2.0, 4.0], [1.0, 6.0]]] * 2
 
 
 def test_a_failure_is_kept_without_what_its_frames_hold() -> None:

@@ -653,6 +653,25 @@ STEP = mtp.Predictor("step3p5_mtp:Step3p5AMultiTokenPredictor", body_hash(Predic
 Predictor.__module__, Predictor.__qualname__ = STEP.target.where.removesuffix(".forward").split(":")
 
 
+class OneStream(nn.Module):
+    """The part of Qwen4-Exp's predictor with hc_count = 1 that the hook reads, and SGLang's method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = GemmaRMSNorm(), GemmaRMSNorm()
+        self.fc = nn.Linear(2 * H, H, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+
+    def _fuse_standard(self, input_embeds: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        input_embeds = self.pre_fc_norm_embedding(input_embeds)
+        hidden_states = self.pre_fc_norm_hidden(hidden_states)
+        return self.fc(torch.cat((input_embeds, hidden_states), dim=-1))
+
+    forward = _fuse_standard
+
+
+OneStream.__module__, OneStream.__qualname__ = "sglang.srt.models.qwen4_exp_mtp", "Qwen4ExpForCausalLMMTP"
+
+
 class QKVParallelLinear(nn.Linear):
     """The rows of two of four ranks; forward also returns the bias that it did not add."""
 
@@ -711,6 +730,19 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     for T in inputs:
         assert relative_difference(fused(*inputs[T]), own[T]) <= (0 if fails else 0.02)
     assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+
+
+def test_a_qwen4_exp_with_one_stream_runs_the_op(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its projection was in no row, and no line of the log said so."""
+    monkeypatch.setattr(stage, "force", True)
+    predictor = OneStream()
+    embeds, hidden = torch.randn(2, 3, H).bfloat16()
+    own = predictor(embeds, hidden)
+    mtp.prepare(predictor)
+    assert "forward" in predictor.fc.__dict__ and not warnings(caplog)
+    assert relative_difference(predictor(embeds, hidden), own) <= 0.02
 
 
 def test_an_mtp_body_that_was_not_read_stays_with_sglang(

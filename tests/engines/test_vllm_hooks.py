@@ -1735,7 +1735,8 @@ def test_a_failing_registry_does_not_reach_the_engine(
 def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is empty without MTP layers and embeddings: combine_hidden_states is outside the graphs."""
+    """It is empty without MTP layers and embeddings: combine_hidden_states is outside the graphs. It had layers that
+    vLLM does not compile, so that another decision about one made vLLM compile the target anew."""
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_SCALES", "0")  # it hooks the same classes, after the other parts
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_MTP", "0")
     monkeypatch.setenv("EAGLE_KERNELS_VLLM_LAYER0", "0")
@@ -1745,6 +1746,10 @@ def test_the_key_of_the_compile_caches_says_what_is_in_the_graphs(
     register()
     before = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
     assert before.endswith("combine,context,mtp,zero_copy")
+    build(vllm, "DeepSeekMTPModel")
+    assert vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"] == before  # vLLM does not compile it
+    own = vllm.models["DeepSeekMTPModel"].load_model_cls().__base__
+    monkeypatch.setattr(own, "do_not_compile", False, raising=False)  # as classes that vLLM compiles have it
     build(vllm, "DeepSeekMTPModel")
     after = vllm.envs.compile_factors()["EAGLE_KERNELS_VLLM"]
     assert after == f"{before},DeepSeekMultiTokenPredictorLayer.eh_proj"

@@ -233,6 +233,25 @@ def test_inkling_s_chain_is_normed_where_the_config_says_so() -> None:
     assert [ek.MTPConfig.from_hf(config, engine=engine).chain for engine in ("sglang", "vllm")] == ["normed"] * 2
 
 
+@pytest.mark.parametrize(
+    ("of_mtp", "of_text", "expected"),
+    [
+        pytest.param(True, None, "normed normed normed", id="as-published"),
+        pytest.param(True, False, "normed normed pre-norm", id="false-in-text"),
+        pytest.param(False, True, "pre-norm pre-norm normed", id="true-in-text"),
+        pytest.param(None, True, "normed pre-norm normed", id="in-text-alone"),
+        pytest.param(None, None, "pre-norm pre-norm pre-norm", id="nowhere"),
+    ],
+)
+def test_inkling_s_chain_is_in_mtp_config(of_mtp: bool | None, of_text: bool | None, expected: str) -> None:
+    """SGLang's text part is the default, vLLM's is overwritten, transformers' comes first."""
+    text = {"hidden_size": H, "chain_hidden_post_norm": of_text}
+    config = {"model_type": "inkling_mm_model", "text_config": text}
+    config |= {"mtp_config": {"num_nextn_predict_layers": 8, "chain_hidden_post_norm": of_mtp}}
+    engines = ("sglang", "vllm", "transformers")
+    assert [ek.MTPConfig.from_hf(config, engine=engine).chain for engine in engines] == expected.split()
+
+
 def test_step5_and_gigachat_say_themselves_what_gains_are_added_to() -> None:
     step5 = {"model_type": "step5", "hidden_size": H, "zero_centered": False}
     assert ek.MTPConfig.from_hf(step5, engine="vllm").norm_offset == 0.0

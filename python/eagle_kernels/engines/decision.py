@@ -176,7 +176,8 @@ def agreed_seconds(
     except Exception as caught:  # whatever an engine's module raises; raised again below, once the other ranks know
         failure, seconds = caught, [[0.0] * rows] + [[math.inf] * rows] * (calls - 1)
     if group is not None:
-        ours_negated = torch.tensor(seconds, dtype=torch.float64)
+        # The default device is `meta` in vLLM's `ipc_cache` loader.
+        ours_negated = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         ours_negated[1:].neg_()
         torch.distributed.all_reduce(ours_negated, op=torch.distributed.ReduceOp.MIN, group=group)
         ours_negated[1:].neg_()

@@ -163,9 +163,12 @@ SGLANG = (
     Drafter(
         "Qwen4-Exp MTP",
         ("Qwen4ExpForCausalLMMTP",),
-        "norm and projection of the embedding",
+        "norm and projection of the embedding; with one stream norms, cat and projection",
         _ROW_STREAMS,
-        ("models.qwen4_exp_mtp:Qwen4ExpForCausalLMMTP._fuse_residual_linear_shared",),
+        (
+            "models.qwen4_exp_mtp:Qwen4ExpForCausalLMMTP._fuse_residual_linear_shared",
+            "models.qwen4_exp_mtp:Qwen4ExpForCausalLMMTP._fuse_standard",
+        ),
     ),
     Drafter(
         "Gemma 4 assistants",
@@ -295,8 +298,8 @@ VLLM = (
         "DeepSeek V3.2, GLM-5, Kimi K3 MTP",
         ("DeepseekV32MTPModel", "KimiK3MTPModel"),
         "mask, " + _STAGE,
-        "where vLLM has a GEMM of its own for the projection (on sm_103, for GLM-5's on sm_107 too) or gives each rank "
-        "some of its rows (sequence parallelism of V3.2 and GLM-5); " + _ON_AMD,
+        "where vLLM has a GEMM of its own for the projection (GLM-5's on sm_103 and sm_107, Kimi K3's on sm_90 too) or "
+        "gives each rank some of its rows (sequence parallelism of V3.2 and GLM-5); " + _ON_AMD,
     ),
     Drafter("GLM-5-next MTP", ("Glm5NextMTPModel",), "mask, " + _STAGE),
     Drafter("dots3-note MTP", ("Dots3NoteMTPModel",), "mask, " + _STAGE, _OTHER_CODES),

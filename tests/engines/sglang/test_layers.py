@@ -455,7 +455,7 @@ def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
     has_modules = predictor.get_submodule(row.within)
     norm_class = row.norm_class() or (GemmaRMSNorm if gemma else RMSNorm)
     streams = any(name in row.where for name in ("deepseek_v4", "qwen4"))
-    for other in (other for other in mtp.PREDICTORS if other.where == row.where):
+    for other in (other for other in mtp.PREDICTORS if (other.where, other.method) == (row.where, row.method)):
         for norm, eps in zip(other.norms, (1e-6, 1e-2), strict=False):
             has_modules.add_module(norm, norm_class(Ht, eps))
         width = len(other.norms) * Ht
@@ -466,7 +466,7 @@ def predictor_of(row: mtp.Predictor, gemma: bool) -> nn.Module:
         else:
             linear = nn.Linear(width, Ht, bias=other.projection == "mtp_linear_proj")
         has_modules.add_module(other.projection, linear)
-    if "qwen4" in row.where:
+    if "qwen4" in row.where and of_streams(row):
         predictor.pre_fc_norm_hidden, predictor.fc_hidden = nn.Identity(), nn.Linear(Ht, Ht, bias=False)
     randomized(predictor)
     for module in predictor.modules():

@@ -74,6 +74,8 @@ PREDICTORS = (
         "fc_embedding",
         method="_fuse_residual_linear_shared",
     ),
+    # With one stream it has Qwen3.5's modules, and none of the row above.
+    Predictor("qwen4_exp_mtp:Qwen4ExpForCausalLMMTP", "0a51ea86f66aa253", *_QWEN, method="_fuse_standard"),
     Predictor("longcat_flash_nextn:LongcatFlashModelNextN", "7e54b370b24135b3"),
     Predictor("bailing_moe_nextn:BailingMoEModelNextN", "083c0b746c13b855"),
     Predictor("dots3_common.nextn:Dot3NoteModelNextN", "2edecb7eaf8b90ff", within="heads.0"),

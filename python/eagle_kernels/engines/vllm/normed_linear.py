@@ -28,7 +28,8 @@ from . import LOGGER, cpu_packing, registry, tensor_parallel
 from .combine import read_codes
 from .registry import Config, batch_invariant_reason, is_on, leaving_to_vllm
 
-fused: set[str] = set()  # the layers that run on the op; part of the key of vLLM's compile caches
+# The layers that run on the op in a graph of vLLM's; part of the key of its compile caches.
+fused: set[str] = set()
 
 _Base: Any = object  # vLLM's modules, which have no types here
 
@@ -128,7 +129,6 @@ def put_in(name: str, projection: EngineProjection, *, passes_through: bool = Tr
         norm.__class__ = type(type(norm).__name__, (PassThrough, type(norm)), {})
     linear.__class__ = type(type(linear).__name__, (NormedLinear, type(linear)), {})
     linear.projection, linear.eagle_kernels_name = projection, name.rpartition(".")[2]
-    fused.add(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -323,6 +323,8 @@ def fuse(stages: Sequence[Stage]) -> bool:
         if len(planned) == len(stages):
             for stage, projection in zip(stages, planned, strict=True):
                 put_in(stage.name, projection, passes_through=fused_norms is None or fused_norms.passes_through)
+                if stage.config.compiled:  # other layers change no graph, and the target's has the same key
+                    fused.add(stage.name)
             if fused_norms is not None:
                 fused_norms.put_in()
             return True
