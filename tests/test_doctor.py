@@ -979,6 +979,11 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         lambda c: (c.drafter["dflash_config"].update(num_target_layers=N), c.drafter.update(num_target_layers=2)),
         {"boundaries": [2, 5, 9]},
     ),
+    "DFlash of LongCat-Flash, whose config has num_layers": (
+        ContextCheckpoints,
+        lambda c: (c.target.update(model_type="longcat_flash", num_layers=N), c.target.pop("num_hidden_layers")),
+        {"boundaries": [2, 5, 9]},
+    ),
     "DFlash that rotates a part of each head, by the field that both engines read": (
         ContextCheckpoints,
         lambda c: c.drafter.update(rope_parameters={"rope_dim": 8, "partial_rotary_factor": 0.25}),
