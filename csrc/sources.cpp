@@ -6,7 +6,7 @@
 namespace eagle_kernels {
 namespace {
 
-// Max width of a concat: the CUDA kernels count columns in int, and those of the stages behind the last one too.
+// Max width of a concat: the CUDA kernels count columns in int, up to 4095 past the end in their last stages.
 constexpr int64_t kMaxWidth = std::numeric_limits<int32_t>::max() - 4095;
 
 const View& first_of(const char* op, const std::vector<View>& chunks) {

@@ -2631,9 +2631,17 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             (
                 "rope",
                 ALL,
-                "SGLang rotates all 16 columns of K's heads, vLLM 8: it alone reads partial_rotary_factor in r",
+                "SGLang rotates 16 of 16 columns of K's heads, vLLM 8: it alone reads partial_rotary_factor in",
             )
         ],
+    ),
+    "DFlash that rotates another part of each head by vLLM's field": (
+        lambda c: c.drafter.update(partial_rotary_factor=0.25, rope_parameters={"partial_rotary_factor": 0.5}),
+        [("rope", ALL, "SGLang rotates 4 of 16 columns of K's heads, vLLM 8: it alone reads partial_rotary_fac")],
+    ),
+    "DFlash whose second field for RoPE's style is no flag": (
+        lambda c: c.drafter.update(rope_is_neox_style=True, is_neox_style="no"),
+        [("config", (V1, V2), "ContextKVConfig.from_hf: is_neox_style is 'no', expected")],
     ),
     "DFlash whose keys rotate in halves, by SGLang's field": (
         lambda c: c.drafter.update(rope_is_neox_style=True, is_neox_style=False),

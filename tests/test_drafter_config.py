@@ -178,6 +178,7 @@ CAPTURE_ERRORS = [
     pytest.param(("qwen3", 36, 2), {}, TypeError, "layer_ids is a int, expected a list of ints", id="number"),
     pytest.param(("qwen3", 36, [True]), {}, TypeError, "layer_ids[0] is a bool, expected an int", id="bool-id"),
     pytest.param(("qwen3", -3), {}, ValueError, "num_layers is -3, expected at least 1", id="negative-layers"),
+    pytest.param((["qwen3"], 36), {}, TypeError, "model_type is a list, expected a name", id="list-without-ids"),
     pytest.param((["qwen3"], 36, [2]), {}, ValueError, "model_type is ['qwen3'], expected one of", id="list-of-types"),
     pytest.param(
         (["qwen3"], 36, [1]),

@@ -557,5 +557,7 @@ def test_a_parametrized_bias_of_a_quantized_weight_is_read() -> None:
     bias = layer.fc.bias.clone()
     torch.nn.utils.parametrize.register_parametrization(layer.fc, "bias", _Doubled())
     assert not torch.equal(layer(chunks), without)
+    assert layer.half()(chunks.half()).dtype == torch.float16
+    layer.bfloat16()
     torch.nn.utils.parametrize.remove_parametrizations(layer.fc, "bias")
     assert torch.equal(layer.fc.bias, 2 * bias)

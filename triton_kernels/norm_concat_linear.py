@@ -159,6 +159,9 @@ def _norm_concat_linear_partial(
         gain_tile = pick(gain_ptrs, source) + (source * H if len(gain_ptrs) == 1 else 0) + h  # [BK]
         gain = tl.load(gain_tile, mask=h < H, other=0.0)
 
+    if global_scale_ptr is not None:
+        # Scales are multiplied by it, not sums: one after the other, 1e37 and 1e-37 would overflow.
+        global_scale = tl.load(global_scale_ptr)
     total = tl.zeros((BD, BT) if SWAP else (BT, BD), dtype=tl.float32)
     for start in range(0, split_h.to(tl.int32), BK):  # a 64-bit counter costs so many registers that it spills
         # WHOLE: every split consists of whole blocks. A constexpr, so that the compiler drops the masks.
@@ -197,6 +200,8 @@ def _norm_concat_linear_partial(
             # may be NaN. So the chunk's last scale is read there; a mask spills on gfx942 (mxfp8, fp16, 32 rows).
             column = tl.minimum(scale_column + start, source * H + H - 1)
             block_scale = load_scales(scale_rows + column // BLOCK_COLUMNS, every_row, SCALES)
+            if global_scale_ptr is not None:
+                block_scale *= global_scale
             if SWAP:
                 total += dot(w, x.T, tl.zeros((BD, BT), dtype=tl.float32)) * block_scale[:, None]
             else:
@@ -205,11 +210,11 @@ def _norm_concat_linear_partial(
             total = dot(w, x.T, total) if SWAP else dot(x, w.T, total)
     if SCALED == "rows":
         row_scale = load_scales(scale_rows, every_row, SCALES)
-        if global_scale_ptr is not None:  # one after the other, scales of 1e37 and 1e-37 would overflow
-            row_scale *= tl.load(global_scale_ptr)
+        if global_scale_ptr is not None:
+            row_scale *= global_scale
         total *= row_scale[:, None] if SWAP else row_scale[None, :]
-    elif global_scale_ptr is not None:
-        total *= tl.load(global_scale_ptr)
+    elif SCALED != "blocks" and global_scale_ptr is not None:
+        total *= global_scale
 
     partial_row = partial_ptr + (part * N + n) * partial_row_stride
     if SWAP:

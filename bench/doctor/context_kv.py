@@ -278,15 +278,19 @@ def _look_at_rope(pair: Pair, architecture: str) -> None:
     Source: SGLang 0.5.23 `DFlashAttention`; vLLM 0.33 `qwen3_dflash`, `laguna`, `models/beam`.
     """
     if architecture in _VLLM_RENAMES:
-        in_vllm, because = is_neox_style(pair.drafter, "is_neox_style"), "it reads is_neox_style alone"
+        try:
+            in_vllm, because = is_neox_style(pair.drafter, "is_neox_style"), "it reads is_neox_style alone"
+        except TypeError as wrong:  # from_hf looks at rope_is_neox_style first
+            return pair.find("config", str(wrong), VLLM_V1, VLLM_V2)
     elif architecture in _VLLM_ROTATES_HALVES:
         in_vllm, because = True, "it reads no field for it"
     else:
-        return
+        return None
     if is_neox_style(pair.drafter) != in_vllm:
         name = next(name for name in NEOX_STYLE if pair.drafter.get(name) is not None)
         text = f"rotates {'halves' if in_vllm else 'pairs'} of K's heads: {because}, and the config has {name} "
         pair.find("rope", text + str(pair.drafter[name]).lower(), VLLM_V1, VLLM_V2)
+    return None
 
 
 def _look_at_rotated_columns(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
@@ -297,10 +301,14 @@ def _look_at_rotated_columns(pair: Pair, architecture: str, config: ContextKVCon
     rope = pair.drafter.get("rope_parameters") or pair.drafter.get("rope_scaling")
     if architecture not in _IN_BOTH or not isinstance(rope, Mapping):
         return
-    is_read_by_both = rope.get("rope_dim") is not None or pair.drafter.get("partial_rotary_factor") is not None
-    if rope.get("partial_rotary_factor") is not None and not is_read_by_both and config.rotary_dim != config.head_dim:
-        text = f"SGLang rotates all {config.head_dim} columns of K's heads, vLLM {config.rotary_dim}: it alone reads "
-        pair.find("rope", f"{text}partial_rotary_factor in rope_parameters, and both read rope_dim there")
+    if rope.get("rope_dim") is not None or rope.get("partial_rotary_factor") is None:
+        return
+    stated = pair.drafter.get("partial_rotary_factor")
+    in_sglang = int(config.head_dim * stated) if isinstance(stated, (int, float)) else config.head_dim
+    if in_sglang != config.rotary_dim:
+        widths = f"SGLang rotates {in_sglang} of {config.head_dim} columns of K's heads, vLLM {config.rotary_dim}"
+        text = "it alone reads partial_rotary_factor in rope_parameters, and both read rope_dim there"
+        pair.find("rope", f"{widths}: {text}")
 
 
 def _look_at_engines(pair: Pair, algorithm: str, meant: list[int]) -> None:

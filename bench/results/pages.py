@@ -112,7 +112,7 @@ def headline(runs: dict[Path, dict]) -> str:
     for machine, records in _by_machine(runs).items():
         for (op, baseline), by_T in _speedups(records).items():
             if baseline in ("eager", "eager-out") and not op.endswith((", eager", ", spaced")):
-                values = [value for of_T in by_T.values() for value in of_T]
+                values = _of_all(by_T)
                 cell = f"{geometric_mean(values):.2f}x ({min(values):.2f} to {max(values):.2f})"
                 shown.setdefault(machine.rpartition(", torch ")[0], {})[op.removesuffix(", graph")] = cell
     lines = [f"| op | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
@@ -121,8 +121,8 @@ def headline(runs: dict[Path, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mean_of_all(by_T: dict[int, list[float]]) -> float:
-    return geometric_mean([value for values in by_T.values() for value in values])
+def _of_all(by_T: dict[int, list[float]]) -> list[float]:
+    return [value for values in by_T.values() for value in values]
 
 
 def summary(runs: dict[Path, dict]) -> str:
@@ -132,7 +132,7 @@ def summary(runs: dict[Path, dict]) -> str:
         lines += [f"{machine}:", "", "| op | over | geometric mean | by T |", "|---|---|---:|---|"]
         for (op, baseline), by_T in _speedups(records).items():
             cells = [f"{geometric_mean(values):.2f}x at {T}" for T, values in sorted(by_T.items())]
-            lines.append(f"| {op} | {baseline} | {_mean_of_all(by_T):.2f}x | {', '.join(cells)} |")
+            lines.append(f"| {op} | {baseline} | {geometric_mean(_of_all(by_T)):.2f}x | {', '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ def capture_layers(
 
     Args:
         model_type: `model_type` of the target's Hugging Face config (of the whole model or of its text part). The
-            default list is the same for all.
+            default is the same for every target: without layer_ids any name will do.
         num_layers: N, the target's number of decoder layers.
         layer_ids: as the drafter's checkpoint writes them, or None for the default.
         algorithm: "eagle3", "dflash" or "dspark".
@@ -101,8 +101,10 @@ def capture_layers(
     """
     op = "capture_layers"
     num_layers = checks.check_int(op, "num_layers", num_layers, at_least=1)
-    # vLLM has the default for every target that it captures, of which SGLang, whose ids the table is of, has some.
+    # The default is the same for every target. The table has SGLang's targets alone, and vLLM captures others too.
     is_default = layer_ids is None and layer_ids_mean is None
+    if is_default:
+        checks.check_type(op, "model_type", model_type, str, "a name")
     rule = _capture_rule(op, model_type, algorithm, "boundary" if is_default else layer_ids_mean)
     if layer_ids is None:
         if algorithm != "eagle3":

@@ -1,4 +1,4 @@
-"""The environment variables of the package, read here and nowhere else but those of a library with alternatives.
+"""The environment variables of the package. At run time nothing else reads any, but for one library (below).
 
 | variable | values | meaning |
 |---|---|---|
@@ -12,8 +12,9 @@
 
 TRITON_INTERPRET=1, a variable of Triton's, lets the triton backend run CPU tensors in Triton's interpreter, for tests.
 
-The build reads others, in `setup.py`: docs/reference.md has them all. A library that is built with alternatives of the
-fused CUDA kernel reads a few in csrc/cuda/cut.cuh, for docs/benchmarking.md.
+The build reads others, in `setup.py`: docs/reference.md has them all. A library that is built with
+alternatives of the fused CUDA kernel, for benchmarks alone, reads a few more in csrc/cuda/cut.cuh
+(docs/benchmarking.md).
 """
 
 import os

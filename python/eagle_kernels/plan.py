@@ -445,8 +445,8 @@ def cpu_isa() -> str:
 # (H=D=2880: 8 % at 512, 5 % at 768); in fp16, for which AMX has no product, 24 % at T=16 and 5 % at 24, and loses 4 %
 # at 32 (H=D=2880: gains 30, 7 and 0 %). Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
 # as long (bf16, avx512, T=256: 352 ms against 136). Scalar code is also what ARM runs, where torch's product may have
-# instructions of its own: not measured, so one row is all it takes. On x86, capped to SSE, it would gain 2 times and
-# more at 1 to 128 rows in 16 bits, and in fp32 25 % at 16 rows.
+# instructions of its own: not measured, so it takes one row only. On x86, capped to SSE, it would be at least twice as
+# fast at 1 to 128 rows in 16 bits, and 25 % faster at 16 rows in fp32.
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
     torch.bfloat16: {"amx_bf16": 768, "avx512_bf16": 192, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 24, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},

@@ -154,8 +154,10 @@ class QuantizedLinear(_LoadsWhole):
             moved = fn(tensor)
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        if "bias" not in self._parameters:  # it is parametrized
-            return super()._apply(keep_dtype, recurse)
+        if "bias" not in self._parameters:  # it is parametrized: in a child, and takes the dtype
+            for child in self.children() if recurse else ():
+                child._apply(fn)
+            return super()._apply(keep_dtype, recurse=False)
         bias = self._parameters.pop("bias")
         try:
             super()._apply(keep_dtype, recurse)

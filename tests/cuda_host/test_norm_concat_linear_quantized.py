@@ -477,12 +477,13 @@ def test_a_global_scale_multiplies_every_format(name: str, T: int) -> None:
 
 
 @by_all
+@pytest.mark.parametrize(("of_scales", "of_all"), [(2.0**-120, 2.0**120), (2.0**120, 2.0**-120)])
 @pytest.mark.parametrize("name", ["fp8_row", "fp8_block128", "int8_row"])
-def test_scales_that_are_far_apart_do_not_overflow(name: str, T: int) -> None:
+def test_scales_that_are_far_apart_do_not_overflow(name: str, of_scales: float, of_all: float, T: int) -> None:
     chunks, weight, _ = make_call(name, T)
-    scales, of_all = torch.rand(weight.scales.shape) + 0.1, torch.tensor(2.0**120)
+    scales = torch.rand(weight.scales.shape) + 0.1
     near = QuantizedWeight.of_tensors(weight.codes, scales, None, name, weight.block)
-    far = QuantizedWeight.of_tensors(weight.codes, scales * 2.0**-120, of_all, name, weight.block)
+    far = QuantizedWeight.of_tensors(weight.codes, scales * of_scales, torch.tensor(of_all), name, weight.block)
     assert same_bits(ek.norm_concat_linear(chunks, far), ek.norm_concat_linear(chunks, near))
 
 

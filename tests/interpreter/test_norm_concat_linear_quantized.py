@@ -117,14 +117,16 @@ def test_every_code_and_scale(format: str) -> None:
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.parametrize(("of_scales", "of_all"), [(2.0**-120, 2.0**120), (2.0**120, 2.0**-120)])
 @pytest.mark.parametrize("T", [5, 40])
-@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row"])
-def test_scales_that_are_far_apart_do_not_overflow(format: str, T: int) -> None:
+@pytest.mark.parametrize("format", ["fp8_tensor", "fp8_row", "int8_row", "fp8_block128"])
+def test_scales_that_are_far_apart_do_not_overflow(format: str, T: int, of_scales: float, of_all: float) -> None:
+    """One after the other they made sums infinite."""
     call = operands(Case("bf16", (128,) * 2, T, D=40))
     weight = ek.quantize(call.projection["weight"], format)
-    scales, of_all = torch.rand(weight.scales.shape) + 0.1, torch.tensor(2.0**120)
+    scales = torch.rand(weight.scales.shape) + 0.1
     near = ek.QuantizedWeight.of_tensors(weight.codes, scales, None, format, weight.block)
-    far = ek.QuantizedWeight.of_tensors(weight.codes, scales * 2.0**-120, of_all, format, weight.block)
+    far = ek.QuantizedWeight.of_tensors(weight.codes, scales * of_scales, torch.tensor(of_all), format, weight.block)
     results = [replace(call, projection={"weight": weight}).norm_concat_linear() for weight in (far, near)]
     assert torch.equal(*results)
 

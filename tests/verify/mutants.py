@@ -792,7 +792,9 @@ MUTANTS = (
     Mutant(TRITON("codes"), "column // BLOCK_COLUMNS + tl.arange(0, COUNT)", "tl.arange(0, COUNT)"),
     Mutant(TRITON("norm_concat_linear"), "w_rows // BLOCK_ROWS if BLOCK_ROWS else w_rows * 0", "w_rows * 0"),
     Mutant(TRITON("norm_concat_linear"), "scaled *= scaled_gain[None, :]", "scaled *= 1.0"),
-    Mutant(TRITON("norm_concat_linear"), "total *= tl.load(global_scale_ptr)", "total *= 1.0"),
+    Mutant(TRITON("norm_concat_linear"), "total *= global_scale", "total *= 1.0"),
+    Mutant(TRITON("norm_concat_linear"), "row_scale *= global_scale", "row_scale *= 1.0"),
+    Mutant(TRITON("norm_concat_linear"), "block_scale *= global_scale", "block_scale *= 1.0"),
     Mutant(
         TRITON("norm_concat_linear"),
         "0 if columns >= shape[1] else columns",

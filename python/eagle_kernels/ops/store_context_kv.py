@@ -37,8 +37,8 @@ class StoreContextKV(NamedTuple):
     positions, slots: [N] int32 / int64. A row whose slot is not in the caches (engines pad with -1) or whose position
         is not in cos_sin is skipped.
     k_cache, v_cache: [slots, n, d] in kv's dtype, with any strides by which no two heads share memory; v_cache is None
-        where only K is cached (latent attention). The slots of a call's rows must differ (of two rows with the same
-        slot it may get a part of each), and the two caches must not overlap; neither is checked.
+        where only K is cached (latent attention). The slots of a call's rows must differ (a slot that two rows
+        share may end up with parts of both), and the two caches must not overlap; neither is checked.
     """
 
     kv: Tensor

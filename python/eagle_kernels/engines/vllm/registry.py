@@ -12,7 +12,7 @@ from ...environment import EngineSwitches
 from ..eligibility import log_once
 from ..gates import Target
 from ..projection import leaving_to
-from . import LOGGER, TESTED_VERSIONS
+from . import LOGGER
 
 # What the environment asked of the plugin, for all of its hooks; set before they are put in.
 switches = EngineSwitches(frozenset(), False, ())
@@ -31,9 +31,9 @@ def batch_invariant_reason() -> str | None:
     return "VLLM_BATCH_INVARIANT=1 wants vLLM's own batch-invariant kernels" if vllm.envs.VLLM_BATCH_INVARIANT else None
 
 
-# The versions that have a body.
-BOTH = TESTED_VERSIONS
-ONLY_032, ONLY_033 = BOTH[:1], BOTH[1:]
+# The versions in which a hooked body is the same.
+ONLY_032, ONLY_033 = ("0.32.0",), ("0.33.0",)
+BOTH = ONLY_032 + ONLY_033
 MODELS = Target("vllm.model_executor.models.registry:ModelRegistry.models")
 # In 0.33 alone.
 NEW_ARCHITECTURES = frozenset(
