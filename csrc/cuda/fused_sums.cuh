@@ -99,7 +99,7 @@ __device__ __forceinline__ void send_sums(int part, int packs, char* memory,
 }
 
 // Computes outputs from the sums that this block receives.
-template <class T, class K>
+template <class K>
 __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t first_row, int64_t first_output,
                                              int packs, Received<K::kColumns>& received) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -123,8 +123,8 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
     words[part] = reinterpret_cast<const Words*>(share)[pack % 32];
     squares_of[part] = received.squares[part][token];
   }
-  finish_pack<T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
-                 1 / K::template kGainFactor<T>);
+  finish_pack<typename K::T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
+                 1 / K::kGainFactor);
 }
 
 }  // namespace eagle_kernels::cuda
