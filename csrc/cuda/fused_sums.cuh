@@ -124,7 +124,7 @@ __device__ __forceinline__ void finish_fused(const Arguments& arguments, int64_t
     squares_of[part] = received.squares[part][token];
   }
   finish_pack<typename K::T>(arguments, first_row + token, first_output + column, stores, words, squares_of,
-                 1 / K::kGainFactor);
+                             1 / K::kGainFactor);
 }
 
 }  // namespace eagle_kernels::cuda

@@ -9,20 +9,22 @@ namespace eagle_kernels::cuda {
 
 // A lane's sums, and what it multiplies them from.
 template <class K>
-class Product {
+class MmaProduct {
  public:
   using T = typename K::T;
 
   float sum[K::kColumnTiles][K::kRowTiles][4] = {};
   float squares[2] = {};  // of the rows of x that this warp squares, if any
 
-  __device__ __forceinline__ Product(const BlockWork<K>& range, Ring<K>& ring)
-      : arguments_(range.arguments), op_(range.arguments.op), range_(range), ring_(ring) {
+  __device__ __forceinline__ MmaProduct(const MmaWork<K>& work, MmaRing<K>& ring)
+      : arguments_(work.arguments), op_(work.arguments.op), work_(work), ring_(ring) {
     if constexpr (K::kScaledStages) {
-      scales_of_tile_ = static_cast<uint32_t>(range.first_output / op_.scales.block_rows * op_.scales.row_stride);
+      scales_of_tile_ = static_cast<uint32_t>(work.first_output / op_.scales.block_rows * op_.scales.row_stride);
       if (op_.scales.global != nullptr) global_scale_ = load(op_.scales.global);
       is_new(scales_of_tile_);  // keeps the division out of the loop
     }
+    // Kept in registers: ptxas recomputed them in every stage, 19 instructions of 449 with scales of blocks, 22 of 372
+    // with one for a row. A dense weight takes fewer where it may.
     if constexpr (K::kIsCodes) {
       is_new(weight_place_);
       is_new(x_place_);
@@ -32,26 +34,25 @@ class Product {
 
   // Multiplies the part of the range that is in its first chunk, or the next one.
   __device__ __forceinline__ void multiply(bool is_next) {
-    const OfChunk of(range_, is_next);
-    if constexpr (kKeepsGainsPlace) is_new(gains_place_ = part_of(0) * 16);
+    const OfChunk of(work_, is_next);
+    if constexpr (kKeepsGainsPlace) is_new(gains_place_ = part_of(0) * 16);  // here, or 80 registers do not suffice
     if constexpr (K::kBlockScales && !K::kFused) {
-      scales_.find(op_, range_.first_output, [&](int m) { return (first_column_tile_ + m) * 8 + g_; });
-      scales_.load(arguments_, of.column + range_.begin * K::kStageColumns);
+      find_scales();
+      scales_.load(arguments_, of.column + work_.begin * K::kStageColumns);
     }
     // In the fused kernel each warp squares two rows, and warps past the last row skip that: it is 19 of 188
     // instructions in its loop, 38 of 360 with codes.
     own_squares_ = op_.source.norm != Norm::kNone && of.chunk.sum_squares == nullptr &&
-                  (K::kFused ? range_.first_row + 2 * warp_ < op_.num_rows
-                             : range_.first_output == 0 && column_warp_ < K::kRowTiles / 2);
+                  (K::kFused ? work_.first_row + 2 * warp_ < op_.num_rows
+                             : work_.first_output == 0 && column_warp_ < K::kRowTiles / 2);
     if constexpr (K::kFused || K::kIsCodes) {
-      // Products of pairs save 84 instructions in a warp's step of 2 KB.
-      constexpr bool kExactScale = (K::kIsCodes ? kCodeGainScale<T> : kGainScale<T>) == 1;
-      const bool exact = kExactScale && !of.gain_is_float32 && of.offset == 0;
+      // With a dense weight products of pairs saved 84 instructions in a warp's step of 2 KB.
+      const bool exact = K::kGainFactor == 1 && !of.gain_is_float32 && of.offset == 0;
       exact || of.gain == nullptr ? multiply_stages<true>(of) : multiply_stages<false>(of);
     } else {
       multiply_stages<false>(of);
     }
-    if constexpr (K::kIsCodes) scale_sums();
+    if constexpr (K::kIsCodes) finish_codes();
   }
 
   __device__ __forceinline__ void clear() {
@@ -61,16 +62,16 @@ class Product {
     std::memset(nan_, 0, sizeof nan_);
   }
 
-  // Stores the sums of a range, and of its squares.
+  // Stores the range's sums and sums of squares.
   __device__ __forceinline__ void store_partial() const {
-    const int64_t of_range = static_cast<int64_t>(blockIdx.y) * op_.num_rows;
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * op_.num_rows;
 #pragma unroll
     for (int n = 0; n < K::kRowTiles; ++n) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int64_t row = range_.first_row + (row_warp_ * K::kRowTiles + n) * 8 + 2 * q_ + i;
+        const int64_t row = work_.first_row + (row_warp_ * K::kRowTiles + n) * 8 + 2 * q_ + i;
         if (row >= op_.num_rows) continue;
-        float* partial = arguments_.partial + (of_range + row) * arguments_.partial_stride + range_.first_output;
+        float* partial = arguments_.partial + (first + row) * arguments_.partial_stride + work_.first_output;
 #pragma unroll
         for (int m = 0; m < K::kColumnTiles; ++m) {
           const int column = (column_warp_ * K::kColumnTiles + m) * 16 + g_;
@@ -85,13 +86,13 @@ class Product {
       float all = squares[i];
       all += __shfl_xor_sync(~0u, all, 1);
       all += __shfl_xor_sync(~0u, all, 2);
-      const int64_t row = range_.first_row + (row_warp_ * K::kRowTiles + 2 * column_warp_ + i) * 8 + g_;
-      if (q_ == 0 && row < op_.num_rows) store(arguments_.squares + of_range + row, all);
+      const int64_t row = work_.first_row + (row_warp_ * K::kRowTiles + 2 * column_warp_ + i) * 8 + g_;
+      if (q_ == 0 && row < op_.num_rows) store(arguments_.squares + first + row, all);
     }
   }
 
  private:
-  // A chunk's part of the range.
+  // A chunk's part of the work.
   struct OfChunk {
     const Chunk& chunk;
     const int column, width;
@@ -102,18 +103,19 @@ class Product {
     // is either loaded or a product is moved there for every mma.sync (0.128 moves per byte of the weight at 64 rows).
     const float offset, scale = gain == nullptr ? 1.0f : K::kGainFactor;
 
-    __device__ __forceinline__ OfChunk(const BlockWork<K>& range, bool is_next)
-        : chunk(range.arguments.chunks[range.chunk + is_next]),
+    __device__ __forceinline__ OfChunk(const MmaWork<K>& work, bool is_next)
+        : chunk(work.arguments.chunks[work.chunk + is_next]),
           column(static_cast<int>(chunk.column)),
           width(static_cast<int>(chunk.width)),
-          origin(is_next ? range.next : 0),
-          first(is_next ? range.next : range.begin),
-          last(range.has_next() && !is_next ? range.next : range.end),
-          offset(gain != nullptr ? range.arguments.op.source.norm_offset : 1.0f) {}
+          origin(is_next ? work.next : 0),
+          first(is_next ? work.next : work.begin),
+          last(work.has_next() && !is_next ? work.next : work.end),
+          offset(gain != nullptr ? work.arguments.op.source.norm_offset : 1.0f) {}
   };
 
+  static_assert((K::kSteps & (K::kSteps - 1)) == 0 && (K::kWeightRowBytes & (K::kWeightRowBytes - 1)) == 0);
   static constexpr int kStepBytes = K::kWeightRowBytes / (K::kStageColumns / kStepColumns);  // of a row of the weight
-  static constexpr bool kKeepsGainsPlace = K::kFused || K::kIsCodes;  // else 9 % more instructions at 32 rows
+  static constexpr bool kKeepsGainsPlace = K::kFused || K::kIsCodes;  // not where it costs 9 %: dense, 32 rows
   // With scales of blocks and three blocks on an SM the NaN bits of all rows are in one: 24 bytes would be spilled.
   static constexpr bool kNansInOne = K::kForm == Form::kE4M3Blocks && K::kInThrees;
 
@@ -132,9 +134,9 @@ class Product {
       for (int at_step = 0; at_step < K::kSteps; ++at_step) {
         multiply_step<kPairs>(of, stage, at_step);
         if constexpr (K::kBlockScales && !K::kFused) {
-          // Widths are multiples of a step's columns. The sums of the range's last block are added after the loop.
+          // Widths are multiples of a step's columns. The sums of the range's last block are added by finish_codes.
           const int ahead = k_tile * K::kStageColumns + (step_of(at_step) + 1) * kStepColumns;
-          if (ahead >= of.width || ahead >= range_.end * K::kStageColumns) break;
+          if (ahead >= of.width || ahead >= work_.end * K::kStageColumns) break;
           const int column = of.column + ahead;
           if ((column >> arguments_.scale_shift) << arguments_.scale_shift == column) {
             add_scaled();
@@ -149,7 +151,7 @@ class Product {
         add_scaled();
         std::memset(sum, 0, sizeof sum);
       }
-      if (own_squares_) square(stage + K::kWeightBytes);
+      if (own_squares_) add_squares(stage + K::kWeightBytes);
     }
   }
 
@@ -158,10 +160,12 @@ class Product {
     const int part = part_of(at_step);
     const char* x_stage = stage + K::kWeightBytes;
     const char* gains_of_stage = x_stage + K::kSourceRows * K::kRowBytes;
-    const Words* gains = reinterpret_cast<const Words*>(gains_of_stage) + (of.gain_is_float32 ? 2 * part : part);
+    const Words* gains;
     if constexpr (kKeepsGainsPlace) {
-      const uint32_t place = (gains_place_ + at_step * 64) * (of.gain_is_float32 ? 2 : 1);
+      const uint32_t place = (gains_place_ + at_step * kStepColumns * 2) * (of.gain_is_float32 ? 2 : 1);
       gains = reinterpret_cast<const Words*>(gains_of_stage + place);
+    } else {
+      gains = reinterpret_cast<const Words*>(gains_of_stage) + (of.gain_is_float32 ? 2 * part : part);
     }
     [[maybe_unused]] float factor[8];
     if constexpr (!kPairs) {
@@ -241,7 +245,7 @@ class Product {
     return add(pack_at(from), pack_at(from + K::kRows * K::kRowBytes));
   }
 
-  __device__ __forceinline__ void square(const char* x_stage) {
+  __device__ __forceinline__ void add_squares(const char* x_stage) {
     if constexpr (K::kFused) {
       // Two rows per warp, every 16th part per lane.
       static_assert(K::kParts % 16 == 0);
@@ -262,7 +266,7 @@ class Product {
     }
   }
 
-  // Scales of blocks, fused: that of a K tile.
+  // Scales of blocks, fused: that of this warp's columns of a K tile.
   __device__ __forceinline__ float scale_of_stage(const OfChunk& of, int k_tile) const {
     const int column = of.column + step_warp_ * K::kSteps * kStepColumns + (k_tile - of.origin) * K::kStageColumns;
     // No branch: with one ptxas keeps less in registers. Nor `of.column` + `of.width`, which it spills on sm_100.
@@ -281,13 +285,13 @@ class Product {
   }
 
   // Multiplies the sums of codes by their scales, of a row or the last block; sums of a row with a NaN are NaN.
-  __device__ __forceinline__ void scale_sums() {
+  __device__ __forceinline__ void finish_codes() {
     if constexpr (K::kScaledCodes) {
       const float by = op_.scales.global == nullptr ? 1.0f : load(op_.scales.global);
 #pragma unroll
       for (float& of_row : scales_.value) of_row = K::kForm == Form::kNvfp4 ? by * kNvfp4Unscale : by;
     } else if constexpr (!K::kBlockScales) {  // not earlier: two more registers spill on sm_100
-      scales_.find(op_, range_.first_output, [&](int m) { return (first_column_tile_ + m) * 8 + g_; });
+      find_scales();
       scales_.load(arguments_, 0);
     }
 #pragma unroll
@@ -299,18 +303,21 @@ class Product {
     std::memcpy(sum, total_, sizeof sum);
   }
 
-  static __device__ __forceinline__ int place_of_weight(int row, int part) {
+  static __device__ __forceinline__ int place_of_lane(int row, int part) {
     if constexpr (!K::kIsCodes) return place<K::kRowBytes>(row, part);
     if constexpr (K::kFourBits) return place_four_bits<K::kWeightRowBytes>(row, part / 4) + part % 4 * 4;
     return place_codes<K::kWeightRowBytes>(row, part / 2) + part % 2 * 8;
+  }
+  __device__ __forceinline__ void find_scales() {
+    scales_.find(op_, work_.first_output, [&](int m) { return (first_column_tile_ + m) * 8 + g_; });
   }
   __device__ __forceinline__ int step_of(int at_step) const { return step_warp_ * K::kSteps + at_step; }
   __device__ __forceinline__ int part_of(int at_step) const { return step_of(at_step) * 4 + q_; }
 
   const Arguments& arguments_;
   const NormConcatLinear& op_;
-  const BlockWork<K>& range_;
-  Ring<K>& ring_;
+  const MmaWork<K>& work_;
+  MmaRing<K>& ring_;
   const int lane_ = threadIdx.x % 32, warp_ = threadIdx.x / 32, g_ = lane_ / 4, q_ = lane_ % 4;
   const int column_warp_ = warp_ % K::kColumnWarps, other_warp_ = warp_ / K::kColumnWarps;
   const int row_warp_ = K::kFused ? 0 : other_warp_, step_warp_ = K::kFused ? other_warp_ : 0;
@@ -322,10 +329,9 @@ class Product {
   uint32_t scales_of_tile_ = 0;
   bool own_squares_ = false;
   float global_scale_ = 1;
-  // Offsets in a stage of a lane's first step: of its part of the first row of the weight, and of x, and of the gain.
-  // With an offset's higher bits swizzled, that of another step is an XOR. Where ptxas recomputed them in every stage
-  // they are kept in registers: 19 instructions of 449 with scales of blocks, 22 of 372 with one for a row.
-  uint32_t weight_place_ = place_of_weight(first_column_tile_ * 8 + g_, part_of(0));
+  // Offsets of a lane's first step, from where the weight, x and the gains (of 16 bits) begin in a stage. A step's
+  // offset is an XOR, for its bits are 0 in the first step's.
+  uint32_t weight_place_ = place_of_lane(first_column_tile_ * 8 + g_, part_of(0));
   uint32_t x_place_ = place<K::kRowBytes>(row_warp_ * K::kRowTiles * 8 + g_, part_of(0));
   uint32_t gains_place_ = 0;
   // The offset of the first part that a lane squares, in its warp's two rows: recomputed in every stage it was 7 of 26

@@ -5,6 +5,7 @@
 
 #include "codes.cuh"
 #include "fused_sums.cuh"
+#include "pack.cuh"
 #include "scales.cuh"
 #include "weight_gain.cuh"
 
@@ -60,7 +61,7 @@ struct MmaTile {
   static constexpr bool kAlone = kRows == 128 || kInPairs;           // on an SM
   static constexpr int kBlocksOnAnSm = kAlone ? 1 : kInThrees && kSharedBlocks == 2 ? 3 : kSharedBlocks;
   // Stages of codes have 256 columns in the fused kernel: with half as many barriers and address computations as stages
-  // of 128 these are 0.171 instructions per byte with the gain multiplied into x, 0.215 with neither. Scales of blocks
+  // of 128 these were 0.171 instructions per byte with the gain multiplied into x, 0.215 with neither. Scales of blocks
   // of at least 64 columns and 64 rows multiply a warp's sums once a stage (0.192; 0.4 with a scale for each row).
   static constexpr int kUnitColumns = kFused ? fused_unit_columns(kIsCodes) : unit_columns(kIsCodes);
   // With residuals three stages of 256 columns of 8-bit codes would take 108 KB. Four scales of 32 columns are copied
@@ -114,6 +115,9 @@ struct MmaTile {
   }
   static __device__ __forceinline__ char* memory() {
     return kInPairs ? shared_memory() + static_cast<int>(threadIdx.y) * kOwnBytes : shared_memory();
+  }
+  static __device__ __forceinline__ Received<kColumns>& received() {
+    return *reinterpret_cast<Received<kColumns>*>(memory() + kReceivedAt);
   }
   static __device__ __forceinline__ void sync() {
     if constexpr (kInPairs) {

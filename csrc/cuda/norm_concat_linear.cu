@@ -8,6 +8,9 @@
 // copy x, since a thread's copies complete in order: those of the weight start before the previous kernel has ended
 // (or, where that kernel may write the weight, the weight is prefetched into L2), those of x after.
 //
+// mma_tile.cuh has the sizes of a block and the places of values in a stage, mma_ring.cuh the range of a block and the
+// copies, mma_product.cuh the product.
+//
 // Fused, up to 16 rows: one launch on GPUs with clusters (sm_90 and later). The blocks of all ranges of the same 64 or
 // 96 output columns form a cluster, which adds up their sums (fused_sums.cuh). Two neighbors of it may be launched as
 // one, a pair.
@@ -17,12 +20,9 @@
 // them up. Blocks of 128 output columns read x a quarter as often as blocks of 32.
 //
 // Fused or split, x enters the product unnormed and 1/rms multiplies the fp32 sum, so x is read once, for product and
-// statistic alike; the gain is multiplied into the weight (weight_gain.cuh). Rows of values below 2^-100, which no
-// model has, lose precision: their products are subnormal in fp32. Sums of squares are taken from the same stages: in
-// the split kernels only by the blocks of the first output columns.
-//
-// mma_tile.cuh has the sizes of a block and the places of values in a stage, mma_ring.cuh the range of a block and the
-// copies, mma_product.cuh the product.
+// statistic alike; the gain is multiplied into the weight (weight_gain.cuh), or into x (kGainOnX). Rows of values below
+// 2^-100, which no model has, lose precision: their products are subnormal in fp32. Sums of squares are taken from the
+// same stages: in the split kernels only by the blocks of the first output columns.
 //
 // The eight warps of a block share its outputs by columns (kColumnWarps), its rows (kRowWarps, of 128 rows) or the
 // steps of a stage (kStepWarps, fused). A warp multiplies by mma.sync m16n8k16: the weight is A, 16 output columns, of
@@ -62,13 +62,13 @@ __global__ void __launch_bounds__(kThreads* MmaTile<T, kForm, kRows, kResidual, 
   using K = MmaTile<T, kForm, kRows, kResidual, kEnd>;
   if constexpr (K::kInPairs && !kHasPairs) return;
   const NormConcatLinear& op = arguments.op;
-  const BlockWork<K> range(arguments);
-  Ring<K> ring(range);
-  [[maybe_unused]] const int packs = range.rows * K::kPacksOfRow;
+  const MmaWork<K> work(arguments);
+  MmaRing<K> ring(work);
+  const int packs = work.rows * K::kPacksOfRow;
   if (K::kFused && K::blocks() > 1) {
     if (threadIdx.x == kThreads - 1) {
-      const int bytes = own_packs<K>(packs) * sizeof(Words) + sizeof ring.received().squares[0];
-      ring.received().all.make(static_cast<uint32_t>(arguments.ranges.count) * bytes);
+      const int bytes = own_packs<K>(packs) * sizeof(Words) + sizeof K::received().squares[0];
+      K::received().all.make(static_cast<uint32_t>(arguments.ranges.count) * bytes);
     }
     arrive_at_cluster();
   }
@@ -85,16 +85,16 @@ __global__ void __launch_bounds__(kThreads* MmaTile<T, kForm, kRows, kResidual, 
   // All blocks can receive after this; the first stage loads meanwhile.
   if (K::kFused && K::blocks() > 1) wait_for_cluster();
 
-  Product<K> product(range, ring);
+  MmaProduct<K> product(work, ring);
   if constexpr (K::kFused) {
 #pragma unroll 1
-    for (int of_range = 0; of_range <= static_cast<int>(range.has_next()); ++of_range) {
-      product.multiply(of_range != 0);
-      const int part = arguments.of_block[K::rank()].part + of_range;
-      send_sums<K>(part, packs, ring.multiplied(), product.sum, product.squares[0], ring.received());
+    for (int i = 0; i <= static_cast<int>(work.has_next()); ++i) {
+      product.multiply(i != 0);
+      const int part = arguments.of_block[K::rank()].part + i;
+      send_sums<K>(part, packs, ring.multiplied(), product.sum, product.squares[0], K::received());
       product.clear();
     }
-    finish_fused<K>(arguments, range.first_row, range.first_output, packs, ring.received());
+    finish_fused<K>(arguments, work.first_row, work.first_output, packs, K::received());
   } else {
     product.multiply(false);
     product.store_partial();

@@ -4,13 +4,13 @@
 // columns that most SMs would have no block. plan.py takes it from 17 rows on (codes with scales of blocks: from 33 on)
 // as far as it is faster than norm_concat and the library's product: codes in up to three passes.
 //
-// As in norm_concat_linear.cu a block has a range of the columns of one chunk, the weight and x pass through a ring of
+// As in the split kernels a block has a range of the columns of one chunk, the weight and x pass through a ring of
 // stages by 16-byte copies (cp.async), and the blocks of a cluster sum their ranges (cluster_sums.cuh). A stage has 128
 // bytes of each row of the weight.
 //
 // The weight is wgmma's operand in registers: there the gain is multiplied into it, or codes are widened. x is the one
 // in shared memory, in the 128-byte swizzle, in which lanes also read the weight without bank conflicts. Before the
-// product a thread processes the parts of x that it copied itself: it sums their squares, adds the residuals and, with
+// product a thread processes the parts of x that it copied itself: it adds the residuals, sums the squares and, with
 // codes, multiplies the gain into x.
 //
 // Sums run by column within a range, then over ranges and chunks. The ranges depend on the chunks' widths, D, the type
@@ -74,7 +74,7 @@ struct BlockWork {
   const NormConcatLinear& op;
   int64_t first_row, first_output;
   int rows;  // of x that there are, at most kRows
-  int k = 0, begin, end, width;
+  int k = 0, begin, end, width;  // the chunk, and its columns, of whole stages
   const char* gain;
   bool gain_is_float32;
 
@@ -143,7 +143,7 @@ class Ring {
     }
   }
 
-  // In place of a gain that there is not.
+  // Ones in place of no gain, for Gain::kProduct.
   __device__ __forceinline__ void store_ones() const {
     if (work_.gain != nullptr || threadIdx.x >= K::kStageColumns / kPack) return;
     const uint32_t one = narrow(Pair{1.0f, 1.0f}, T{});
@@ -178,7 +178,7 @@ class Ring {
     for (int i = 0; i < K::kStages - 1; ++i) copy(work_.begin + i * K::kStageColumns, begin + i * K::kStageBytes);
   }
 
-  // Copies this thread's part of a stage's columns; past the range nothing.
+  // Copies this thread's part of a stage's columns; past the range the group is empty, so that groups count stages.
   __device__ __forceinline__ void copy(int column, uint32_t stage) const {
     if (column < work_.end) {
       copy_weight(column, stage);
@@ -344,7 +344,7 @@ class Product {
       if (K::kIsCodes ? warp_ * 4 + i * K::kCopyRows >= work_.rows : ring_.x[i] == nullptr) continue;
 #pragma unroll
       for (int half = 0; half < K::kHalves; ++half) {
-        const uint32_t rows_at = stage + K::kXAt + half * K::kHalfBytes + i * ring_.kPassBytes;
+        const uint32_t rows_at = stage + K::kXAt + half * K::kHalfBytes + i * Ring<K>::kPassBytes;
         const uint32_t own = rows_at + ring_.copy_place;
         Pack<T> pack{{load_shared(own)}};
         if constexpr (K::kResidual) {
@@ -472,9 +472,9 @@ class Product {
   const int matrix_ = lane_ / 8, matrix_row_ = lane_ % 8;
   const uint32_t matrices_ =
       (warp_ * 16 + matrix_ % 2 * 8 + matrix_row_) * kRowBytes + (matrix_ / 2 ^ matrix_row_) * 16;
-  uint32_t a_[kAllSteps][4];  // fragments of the weight: wgmma reads them until it is waited for
+  uint32_t a_[kAllSteps][4];  // fragments of the weight, which wgmma reads until wait_for_wgmma
   float sum_[8][4] = {}, squares_[K::kPasses] = {};
-  float total_[8][4] = {};  // with blocks of scales: the scaled sums of earlier stages
+  float total_[8][4] = {};  // with blocks of scales, of which a stage has one: the scaled sums of earlier stages
   // With codes: the scales of rows g and g + 8 of this warp's rows of the weight, and whether a code of theirs is NaN.
   RowScales<2> scales_;
   uint32_t nan_[2] = {};
@@ -499,7 +499,8 @@ __device__ __forceinline__ void multiply_block(const Arguments& arguments) {
   product.store_sums(of_block, squares_of);
   const BlockSums<kRows, K::kColumns, K::kSumStride> sums{of_block, squares_of};
   constexpr bool kAtOnce = !(K::kBlockScales && K::kWarpgroups == 4);  // that instance would spill
-  sum_over_cluster<typename K::T, kAtOnce>(arguments, work.first_row, work.first_output, sums, 1 / product.kGainFactor);
+  const float unscale = 1 / Product<K>::kGainFactor;
+  sum_over_cluster<typename K::T, kAtOnce>(arguments, work.first_row, work.first_output, sums, unscale);
 }
 
 template <class T, Form kForm, int kWarpgroups, bool kResidual>

@@ -32,7 +32,7 @@ SHARED_MEMORY = 227 << 10  # of a block on sm_90 and sm_100
 
 
 def is_in_threes(launch: Any) -> bool:
-    """Whether an SM has three of its blocks: csrc/cuda/norm_concat_linear.cu, kBytesOfThree."""
+    """Whether an SM has three of its blocks: csrc/cuda/mma_tile.cuh, kBytesOfThree."""
     return launch.shared_bytes <= 75 << 10
 
 

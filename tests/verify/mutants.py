@@ -892,7 +892,7 @@ MUTANTS = (
         for file, original, fault in (
             ("mma_ring.cuh", "inside && row < outputs_ - weight_row_", "inside"),
             ("mma_ring.cuh", "inside && source != nullptr", "inside"),
-            ("mma_ring.cuh", "copy_row_ >= range_.rows", "copy_row_ >= range_.rows - 1"),
+            ("mma_ring.cuh", "copy_row_ >= work_.rows", "copy_row_ >= work_.rows - 1"),
             ("norm_concat_linear.cu", "kBytesOfPair <= device.shared_memory", "true"),
             ("fused_sums.cuh", "rank % 2 - static_cast<int>(threadIdx.y)", "0"),
             ("fused_sums.cuh", "moved(&received)->all", "received.all"),
@@ -935,7 +935,8 @@ MUTANTS = (
             ("mma_product.cuh", "(k_tile - of.origin)", "(k_tile - 0 * of.origin)"),
             ("mma_product.cuh", "i % 2 * 2 + m % 2", "m % 2 * 2 + i % 2"),
             ("mma_product.cuh", "weight_place_ ^ at_step * kStepBytes", "weight_place_"),
-            ("mma_product.cuh", "gains_place_ + at_step * 64", "gains_place_"),
+            ("mma_product.cuh", "x_place_ ^ at_step * kStepColumns * 2", "x_place_"),
+            ("mma_product.cuh", "gains_place_ + at_step * kStepColumns * 2", "gains_place_"),
             ("mma_ring.cuh", "units() * (range + 1) / ranges", "units() * (range + 1) / ranges - 1"),
             (
                 "scales.cuh",
@@ -948,7 +949,7 @@ MUTANTS = (
                 "first_output + output",
             ),
             ("mma_product.cuh", "(column >> arguments_.scale_shift) << arguments_.scale_shift == column", "false"),
-            ("mma_product.cuh", "range.first_output / op_.scales.block_rows * op_.scales.row_stride", "0"),
+            ("mma_product.cuh", "work.first_output / op_.scales.block_rows * op_.scales.row_stride", "0"),
             (
                 "mma_product.cuh",
                 "column < static_cast<int>(of.chunk.column) + static_cast<int>(of.chunk.width)",
@@ -957,8 +958,8 @@ MUTANTS = (
             ("mma_product.cuh", "global_scale_ * scale", "scale"),
             (
                 "mma_product.cuh",
-                "range_.first_row + 2 * warp_ < op_.num_rows",
-                "range_.first_row + 2 * warp_ + 1 < op_.num_rows",
+                "work_.first_row + 2 * warp_ < op_.num_rows",
+                "work_.first_row + 2 * warp_ + 1 < op_.num_rows",
             ),
             ("codes.cuh", "lanes > 0", "false"),
             ("mma_product.cuh", "row_has_nan(kNansInOne ? nan_[0] << m : nan_[m])", "false"),
@@ -1000,7 +1001,7 @@ MUTANTS = (
             ("norm_concat_linear_wgmma.cu", "first ^ swap", "first"),
             ("norm_concat_linear_wgmma.cu", "row_has_nan(nan_[i]) ? bits_to_float(0x7fffffff) : 0.0f", "0.0f"),
             ("norm_concat_linear_wgmma.cu", "K::kBlockScales && step == 0", "false"),
-            ("norm_concat_linear_wgmma.cu", "1 / product.kGainFactor", "1.0f"),
+            ("norm_concat_linear_wgmma.cu", "1 / Product<K>::kGainFactor", "1.0f"),
             ("vocab_parallel_embedding.cu", "id >= op.org_begin && id < op.org_end", "id < op.org_end"),
             (
                 "vocab_parallel_embedding.cu",
