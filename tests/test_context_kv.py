@@ -306,6 +306,7 @@ LATENT = {"values": "none", "interleaved": True}
             {"architectures": ["DSparkMiniMaxDraftModel"], "use_gemma_norm": "false"},
             "use_gemma_norm is 'false', expected True or False",
         ),
+        ({"use_gemma_norm": "false"}, "use_gemma_norm is 'false', expected True or False"),
         (
             {"architectures": ["MuseSparkDSparkModel"], "norm_zero_centered_gamma": 1},
             "norm_zero_centered_gamma is 1, expected True or False",
@@ -336,6 +337,11 @@ def test_a_field_of_another_type_is_named(changes: dict, message: str) -> None:
     ("changes", "engine", "expected"),
     [
         ({}, "vllm", ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5)),
+        (
+            {"architectures": ["MiniMaxDFlash2DraftModel"], "use_gemma_norm": True},
+            "sglang",
+            ek.ContextKVConfig(3, 96, 64, 5, 2, 32, eps=1e-5, norm_offset=1.0),
+        ),
         (
             {"head_dim": None, "dflash_config": None, "attention_bias": True, "partial_rotary_factor": 0.5},
             "sglang",
@@ -553,6 +559,10 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram(
             "dspark_target_layer_ids is missing, expected the captured layers of its DSpark stages",
         ),
         ({"rope_parameters": {"rope_dim": 0}}, "rope_dim is 0, expected at least 1"),
+        (
+            {"architectures": ["DFlashLagunaForCausalLM"], "use_gemma_norm": True},
+            "use_gemma_norm is True, expected False, because SGLang adds 1 to every gain but the aux_norms'",
+        ),
         (
             {"speculators_model_type": "medusa"},
             "speculators_model_type is 'medusa', expected 'dflash' or 'dflash2' or 'dspark'",

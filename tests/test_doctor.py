@@ -29,6 +29,8 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 LAYER = f"model.layers.{N}"
 FP8 = torch.float8_e4m3fn
 KV_A = "kv_a_proj_with_mqa"
+SLIDING = "sliding_attention"
+BY_LAYER_TYPE = {name: {"rope_type": "default", "rope_theta": 1e4} for name in ("full_attention", SLIDING)}
 HF_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
@@ -127,6 +129,7 @@ class ContextCheckpoints(Files):
 def as_laguna(checkpoints: Files) -> None:
     """Laguna's DFlash drafter as it is published, with one weight for q, k and v."""
     checkpoints.drafter.update(architectures=["DFlashLagunaForCausalLM"], model_type="laguna")
+    checkpoints.drafter.update(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     checkpoints.weights |= {f"aux_hidden_norms.{k}.weight": torch.ones(H) for k in range(K)}
     for layer in range(2):
         attention = f"layers.{layer}.self_attn"
@@ -135,6 +138,14 @@ def as_laguna(checkpoints: Files) -> None:
         checkpoints.weights[f"{attention}.qkv_proj.weight"] = torch.ones(64 + 2 * 32, H).bfloat16()
         checkpoints.weights[f"{attention}.o_proj.weight"] = torch.ones(H, 64).bfloat16()
         checkpoints.weights[f"layers.{layer}.input_layernorm.weight"] = torch.ones(H)
+
+
+def as_laguna_in_parts(checkpoints: Files) -> None:
+    """The same with q, k and v apart, which SGLang loads too."""
+    own = {name: value for name, value in checkpoints.weights.items() if "_proj" in name}
+    as_laguna(checkpoints)
+    whole = {name for name in checkpoints.weights if "qkv_proj" in name}
+    checkpoints.weights = {name: value for name, value in checkpoints.weights.items() if name not in whole} | own
 
 
 def of_speculators(checkpoints: Files, kind: str, **more: object) -> None:
@@ -635,6 +646,16 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         {},
     ),
     "EAGLE-3 with latent attention": (Checkpoints, with_latent_attention, {}),
+    **{
+        f"EAGLE-3 of {model_type}, whose class inherits its captures": (
+            Checkpoints,
+            lambda c, model_type=model_type: c.target.update(
+                {"model_type": model_type, "text_config": {**c.target, "model_type": f"{model_type}_text"}}
+            ),
+            {"boundaries": [2, 6, 9], "SGLang 0.5.23": "captures [2, 6, 9], fc for K = 3"},
+        )
+        for model_type in ("cosmos3_omni", "interns1_pro", "intern_s2_preview", "interns2_mobius")
+    },
     "EAGLE-3 of LongCat-Flash, whose config has num_layers": (
         Checkpoints,
         lambda c: (c.target.update(model_type="longcat_flash", num_layers=N), c.target.pop("num_hidden_layers")),
@@ -1002,6 +1023,11 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ContextCheckpoints,
         as_laguna,
         {"drafter": "DFlash (DFlashLagunaForCausalLM)", "qkv_proj": "BF16", "fc": "BF16"},
+    ),
+    "DFlash of Laguna without rope_parameters, where the engines' defaults are the same": (
+        ContextCheckpoints,
+        lambda c: (as_laguna(c), c.drafter.pop("rope_parameters"), c.drafter.update(layer_types=[SLIDING] * 2)),
+        {"drafter": "DFlash (DFlashLagunaForCausalLM)"},
     ),
     "DFlash whose keys rotate in pairs, by the field that both engines read": (
         ContextCheckpoints,
@@ -1469,6 +1495,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "a target that vLLM alone captures": (
         lambda c: c.target.update({"model_type": "mistral3"}),
         [("engine-layers", (SGLANG,), "is not known to capture layers of a 'mistral3' target")],
+    ),
+    "a target whose class inherits its captures and drops them": (
+        lambda c: c.target.update({"model_type": "qwen4_exp"}),
+        [("engine-layers", (SGLANG,), "is not known to capture layers of a 'qwen4_exp' target")],
     ),
     "ids of a target that vLLM alone captures": (
         lambda c: (c.target.update({"model_type": "granite"}), c.drafter.update({IDS: [2, 6, 12]})),
@@ -2621,6 +2651,61 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (as_laguna(c), c.weights.update({"layers.1.self_attn.qkv_proj.weight": torch.ones(96, H)})),
         [("load", ALL, "layers.1.self_attn.qkv_proj.weight[64:80] has 16 rows, expected 2 heads of 16 rows for each")],
     ),
+    "DFlash of Laguna with q, k and v apart": (
+        as_laguna_in_parts,
+        [("load", (V1, V2), "has no parameter for layers.0.self_attn.k_proj, and fails: of a layer it has qkv_proj")],
+    ),
+    "DFlash of Laguna with gate and up in one weight": (
+        lambda c: (as_laguna(c), c.weights.update({"layers.1.mlp.gate_up_proj.weight": torch.ones(192, H)})),
+        [("load", (V1, V2), "has no parameter for layers.1.mlp.gate_up_proj, and fails: of a layer it has qkv_proj")],
+    ),
+    "DFlash of Laguna with model. in front of its names": (
+        lambda c: (as_laguna(c), setattr(c, "weights", {f"model.{name}": c.weights[name] for name in c.weights})),
+        [("load", (V1, V2), "has no parameter for model.aux_hidden_norms.0, and fails")],
+    ),
+    "DFlash whose gains are 1 + w": (
+        lambda c: c.drafter.update(use_gemma_norm=True),
+        [("norms", (V1, V2), "norms with the gain w: it does not read use_gemma_norm")],
+    ),
+    "DFlash of Laguna whose gains are 1 + w": (
+        lambda c: (as_laguna(c), c.drafter.update(use_gemma_norm=True)),
+        [("config", ALL, "use_gemma_norm is True, expected False, because SGLang adds 1 to every gain but the aux_no")],
+    ),
+    "DFlash with RoPE by the type of a layer": (
+        lambda c: c.drafter.update(rope_parameters=BY_LAYER_TYPE),
+        [("rope", (SGLANG, V1, V2), "has one RoPE for all layers, and fails: rope_parameters have one for each type")],
+    ),
+    "DFlash of Laguna with RoPE by the type of a layer": (
+        lambda c: (as_laguna(c), c.drafter.update(rope_parameters=BY_LAYER_TYPE)),
+        [
+            (
+                "rope",
+                (SGLANG,),
+                "has one RoPE for all layers, and fails: rope_parameters have one for each type of layer",
+            )
+        ],
+    ),
+    "DFlash of Laguna without rope_parameters": (
+        lambda c: (as_laguna(c), c.drafter.pop("rope_parameters"), c.drafter.update(rope_theta=5e5)),
+        [
+            (
+                "rope",
+                ALL,
+                "for full_attention SGLang takes theta 500000.0 and a factor of 1.0, vLLM transformers' 500000.0 and 0",
+            )
+        ],
+    ),
+    "DFlash of Laguna with RoPE of its own for sliding attention": (
+        lambda c: (
+            as_laguna(c),
+            c.drafter.update(layer_types=[SLIDING] * 2, swa_rope_parameters={"partial_rotary_factor": 0.5}),
+        ),
+        [("rope", ALL, "SGLang rotates 16 of 16 columns of K's heads, vLLM 8: it alone reads swa_rope_parameters and")],
+    ),
+    "DFlash of Laguna that rotates a part of each head, by vLLM's field": (
+        lambda c: (as_laguna(c), c.drafter["rope_parameters"].update(partial_rotary_factor=0.5)),
+        [("rope", ALL, "SGLang rotates 16 of 16 columns of K's heads, vLLM 8: it alone reads swa_rope_parameters and")],
+    ),
     "DFlash whose keys rotate in pairs, by SGLang's field": (
         lambda c: c.drafter.update(rope_is_neox_style=False),
         [("rope", (V1, V2), "rotates halves of K's heads: it reads is_neox_style alone, and the config has rope_is")],
@@ -2739,6 +2824,7 @@ CONTEXT_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             as_w4a16(c, *CONTEXT_LAYERS),
         ),
         [
+            ("load", (V1, V2), "has no parameter for layers.0.self_attn.k_proj, and fails"),
             ("fc-quantized", (SGLANG,), ""),
             (
                 "kv-quantized",
@@ -3340,6 +3426,7 @@ TRAPS = {
         {"quantization_config": {"quant_method": []}},
         {"quantization_config": {"quant_method": {}, "modules_to_not_convert": [1, None]}},
         {"dflash_config": [1]},
+        {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "rope_theta": "x"},
         {"dflash_config": "target_layer_ids"},
         {"dflash_config": None, "target_layer_ids": ["x"]},
         {"dflash_config": {"target_layer_ids": 3}},

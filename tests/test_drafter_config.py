@@ -36,14 +36,19 @@ RULES = [
     pytest.param("qwen3", 36, [2, 18, 33], [3, 19, 34], id="output-even-where-it-looks-like-boundaries"),
     pytest.param("qwen3_moe", 94, [1, 46, 90], [2, 47, 91], id="output-qwen3-235b"),
     # SGLang's classes inherit the rule: `llama.py` has InternLM3's and IQuestCoder's, `ministral3.py` a subclass of
-    # Llama's, `bailing_moe.py` BailingMoeV2's, `sarvam_moe.py` a subclass of it, `mellum.py` one of Qwen3Moe's. None of
-    # them overrides it.
+    # Llama's, `bailing_moe.py` BailingMoeV2's, `sarvam_moe.py` a subclass of it, `mellum.py` one of Qwen3Moe's,
+    # `cosmos3.py`, `interns1pro.py`, `interns2preview.py` and `interns2_mobius.py` subclasses of Qwen3VL's. None
+    # overrides it.
     pytest.param("internlm3", 48, [1, 23, 44], [2, 24, 45], id="output-internlm3"),
     pytest.param("iquestcoder", 80, [1, 39, 76], [2, 40, 77], id="output-iquest-coder"),
     pytest.param("ministral3", 34, [2, 17, 31], [3, 18, 32], id="output-ministral3"),
     pytest.param("bailing_moe_v2", 32, [1, 15, 28], [2, 16, 29], id="output-ling-2"),
     pytest.param("sarvam_moe", 19, [1, 9, 15], [2, 10, 16], id="output-sarvam"),
     pytest.param("mellum", 28, [1, 13, 24], [2, 14, 25], id="output-mellum"),
+    pytest.param("cosmos3_omni", 36, [1, 17, 32], [2, 18, 33], id="output-cosmos-3"),
+    pytest.param("interns1_pro", 94, [1, 46, 90], [2, 47, 91], id="output-intern-s1-pro"),
+    pytest.param("intern_s2_preview", 40, [1, 19, 36], [2, 20, 37], id="output-intern-s2"),
+    pytest.param("interns2_mobius_text", 40, [1, 19, 36], [2, 20, 37], id="output-intern-s2-mobius"),
     pytest.param("minimax_m3_vl", 60, [1, 29, 56, 59], [2, 30, 57, 60], id="output-four-layers"),
     pytest.param("qwen3", 36, [33, 1, 17], [2, 18, 34], id="output-sorted"),
     pytest.param("qwen3", 36, (7,), [8], id="output-one-layer"),
@@ -141,7 +146,8 @@ def test_dflash_ids_of_muse_glimmer_have_to_be_explained():
 def test_model_types_are_those_of_transformers():
     configuration_auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     # Remote-code configs, known to SGLang by these names.
-    remote = {"bailing_moe", "bailing_moe_v2", "kimi_k2", "minimax_m3"}
+    remote = {"bailing_moe", "bailing_moe_v2", "kimi_k2", "minimax_m3", "interns1_pro", "interns1_pro_text"}
+    remote |= {"intern_s2_preview", "interns2_mobius", "interns2_mobius_text"}
     with pytest.raises(ValueError, match="model_type") as caught:
         capture_layers("", 36, [2])
     known = set(re.findall(r"'(\w+)'", str(caught.value).split("one of")[1].split("]")[0]))

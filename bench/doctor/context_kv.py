@@ -36,6 +36,7 @@ from .quantization import (
 )
 from .served import look_at_registries
 
+_LAGUNA = "DFlashLagunaForCausalLM"
 # In SGLang's other classes fc is a plain nn.Linear (sglang#39087); the layers after it take the config in every class.
 _SGLANG_FC_TAKES_CONFIG = {"LiLiCorrDraftModel", "DSparkMiniMaxDraftModel", "DeepseekV4ForCausalLMDSpark"}
 _VLLM_TAKES_NO_CONFIG = {"DFlash2BeamDraftModel"}
@@ -51,7 +52,7 @@ _VLLM_UNQUANTIZED = re.compile(
 )
 # These classes give their layers no prefix, so that no ignore-list entry with a layer's number in it matches them.
 _SGLANG_NAMES_NO_LAYER = {
-    *("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"),
+    *("DFlashDraftModel", "DFlash2DraftModel", "DFlash2BeamDraftModel", _LAGUNA),
     *("MiniMaxDFlash2DraftModel", "MuseGlimmerAssistantModel", "DSparkDraftModel", "Qwen3DSparkModel"),
     *("LingDSparkModel", "Lfm2DSparkDraftModel"),
 }
@@ -63,19 +64,27 @@ _VLLM_RENAMES = {
     *("DFlashDraftModel", "DFlash2DraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "DFlashQwen3XPressModel"),
     *("MuseGlimmerAssistantModel", "DFlashMuseGlimmerAssistantModel", "Qwen3DSparkModel", "Qwen3OmniDSparkModel"),
 }
-# Those of them that SGLang has too, with its `DFlashAttention`.
-_IN_BOTH = (_SGLANG_NAMES_NO_LAYER | {"LiLiCorrDraftModel"}) & _VLLM_RENAMES
 # It numbers the layers of these, too, and renames nothing: `muse_spark/common/dspark`, `kimi_k3/nvidia/dspark_mla`.
 _VLLM_COUNTS_ON = _VLLM_RENAMES | {"MuseSparkDSparkModel", "K3DSparkModel"}
 # In vLLM fc of these reads states as wide as the drafter, whatever target_hidden_size is.
 _VLLM_READS_OWN_WIDTH = {"DFlash2BeamDraftModel", "Gemma4DSparkModel"}
 # In vLLM RoPE rotates halves in these, whatever the config says.
-_VLLM_ROTATES_HALVES = {"DFlash2BeamDraftModel", "DFlashLagunaForCausalLM"}
+_VLLM_ROTATES_HALVES = {"DFlash2BeamDraftModel", _LAGUNA}
+# The classes with a Qwen 3's layers: one RoPE for all of them, and in vLLM norms whose gain is the weight.
+_SGLANG_DENSE = _SGLANG_NAMES_NO_LAYER | {"LiLiCorrDraftModel"}
+_VLLM_DENSE = _VLLM_RENAMES | {"DFlash2BeamDraftModel"}
+# SGLang's `DFlashAttention`, whose columns that rotate vLLM looks for in other fields.
+_IN_BOTH = _SGLANG_DENSE & (_VLLM_RENAMES | {_LAGUNA})
+# Names that `DFlashLagunaModel.load_weights` of vLLM has no parameter for: of the decoder layer it has qkv_proj,
+# gate_proj and up_proj, and it puts `model.` in front of every name.
+_UNKNOWN_TO_VLLM_LAGUNA = re.compile(r"model\..*|layers\.\d+\.(self_attn\.[qkv]_proj|mlp\.gate_up_proj)")
+# transformers 5.24 `LagunaConfig`, which vLLM reads: (theta, factor) of a config without rope_parameters.
+_LAGUNA_ROPE = {"full_attention": (500000.0, 0.5), "sliding_attention": (10000.0, 1.0)}
 # The names that SGLang reads for this one, out of all that the file has: `DSparkMiniMaxDraftModel.load_weights`.
 _OF_MINIMAX_M31 = re.compile(r"((language_model\.)?model\.)?dspark\.")
 # vLLM cuts K and V out of `qkv_proj.weight` as if it held numbers (vllm#51581).
 _VLLM_CUTS_CODES = {
-    "DFlashLagunaForCausalLM",
+    _LAGUNA,
     "Gemma4DSparkModel",
     "MuseSparkDSparkModel",
 }
@@ -123,8 +132,13 @@ def examine(pair: Pair, architecture: str) -> None:
     pair.facts |= {"K": config.num_chunks, "H": width, "D": config.hidden_size, "draft layers": config.num_layers}
     if not is_target(architecture):
         _look_at_width(pair, architecture, width)
+        _look_at_gains(pair, architecture, config)
         _look_at_rope(pair, architecture)
+        _look_at_rope_by_layer_type(pair, architecture, config)
         _look_at_rotated_columns(pair, architecture, config)
+    if architecture == _LAGUNA:
+        _look_at_defaults_of_laguna(pair)
+        _look_at_names_of_laguna(pair)
     layer = ContextKV(config, device="meta")
     pair.look_at_loading(partial(context_kv, pair.opened(pair.headers), layer, 0, 1))
     _look_at_projections(pair, architecture)
@@ -262,7 +276,7 @@ def _look_at_width(pair: Pair, architecture: str, width: int) -> None:
     """
     own = pair.drafter.get("hidden_size")
     in_vllm = own if architecture in _VLLM_READS_OWN_WIDTH else pair.drafter.get("target_hidden_size") or own
-    in_vllm = width if architecture == "DFlashLagunaForCausalLM" else in_vllm
+    in_vllm = width if architecture == _LAGUNA else in_vllm
     found: dict[str, list[str]] = {}
     for engine, read in ((SGLANG, own), (VLLM_V1, in_vllm), (VLLM_V2, in_vllm)):
         if read != width:
@@ -293,21 +307,73 @@ def _look_at_rope(pair: Pair, architecture: str) -> None:
     return None
 
 
-def _look_at_rotated_columns(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
-    """Report a factor in rope_parameters, where vLLM looks for it and SGLang does not; both read rope_dim there.
+def _look_at_gains(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
+    """Source: SGLang 0.5.23 `DFlashDraftModel`, `DFlashAttention`; vLLM 0.33 `qwen3_dflash`, `models/beam`."""
+    if config.norm_offset and architecture in _VLLM_DENSE:
+        text = "norms with the gain w: it does not read use_gemma_norm, by which the drafter's gains are 1 + w"
+        pair.find("norms", text, VLLM_V1, VLLM_V2)
 
-    Source: SGLang 0.5.23 `DFlashAttention`, `get_rope_config`; vLLM 0.33 `get_rope`.
-    """
+
+def _look_at_names_of_laguna(pair: Pair) -> None:
+    if unknown := sorted(path for path in pair.layers if _UNKNOWN_TO_VLLM_LAGUNA.fullmatch(path)):
+        text = f"has no parameter for {unknown[0]}, and fails: of a layer it has qkv_proj, gate_proj and up_proj"
+        pair.find("load", f"{text}, by names without model.", VLLM_V1, VLLM_V2)
+
+
+def _rope_of(pair: Pair) -> Mapping[str, Any]:
     rope = pair.drafter.get("rope_parameters") or pair.drafter.get("rope_scaling")
-    if architecture not in _IN_BOTH or not isinstance(rope, Mapping):
+    return rope if isinstance(rope, Mapping) else {}
+
+
+def _is_by_layer_type(rope: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in rope.values())
+
+
+def _look_at_rope_by_layer_type(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
+    """Source: `get_rope` of SGLang 0.5.23 and of vLLM 0.33, which looks its arguments up by hash: a dict has none."""
+    if not _is_by_layer_type(_rope_of(pair)):
         return
-    if rope.get("rope_dim") is not None or rope.get("partial_rotary_factor") is None:
+    # DSparkDraftModel is DeepSeek-V4's stages too, which have another class.
+    in_sglang = (SGLANG,) if architecture in _SGLANG_DENSE and config.values == "own" else ()
+    in_vllm = (VLLM_V1, VLLM_V2) if architecture in _VLLM_DENSE else ()
+    if engines := in_sglang + in_vllm:
+        text = "has one RoPE for all layers, and fails: rope_parameters have one for each type of layer"
+        pair.find("rope", text, *engines)
+
+
+def _look_at_defaults_of_laguna(pair: Pair) -> None:
+    """Report layers for which the engines take different RoPE where the config has none.
+
+    Source: SGLang 0.5.23 `configs/laguna`; vLLM 0.33 `laguna` with transformers' config.
+    """
+    config = pair.drafter
+    if _rope_of(pair) or config.get("model_type") != "laguna":
         return
-    stated = pair.drafter.get("partial_rotary_factor")
+    in_sglang = config.get("rope_theta") or 10000.0, config.get("partial_rotary_factor") or 1.0
+    own = {"sliding_attention"} if config.get("swa_rope_parameters") is not None else set()
+    for name in dict.fromkeys(config.get("layer_types") or ["full_attention"]):
+        in_vllm = _LAGUNA_ROPE.get(name)
+        if name not in own and in_vllm not in (None, in_sglang):
+            text = "the config has no rope_parameters: for {} SGLang takes theta {} and a factor of {}, "
+            text += "vLLM transformers' {} and {}"
+            pair.find("rope", text.format(name, *in_sglang, *in_vllm))
+
+
+def _look_at_rotated_columns(pair: Pair, architecture: str, config: ContextKVConfig) -> None:
+    """Report fields by which vLLM finds the columns that rotate and SGLang does not; both read rope_dim.
+
+    Source: SGLang 0.5.23 `DFlashAttention`, `get_rope_config`; vLLM 0.33 `get_rope`, `laguna`.
+    """
+    rope, stated = _rope_of(pair), pair.drafter.get("partial_rotary_factor")
+    if architecture not in _IN_BOTH or _is_by_layer_type(rope):
+        return
     in_sglang = int(config.head_dim * stated) if isinstance(stated, (int, float)) else config.head_dim
+    if isinstance(rope.get("rope_dim"), int):
+        in_sglang = rope["rope_dim"]
     if in_sglang != config.rotary_dim:
         widths = f"SGLang rotates {in_sglang} of {config.head_dim} columns of K's heads, vLLM {config.rotary_dim}"
-        text = "it alone reads partial_rotary_factor in rope_parameters, and both read rope_dim there"
+        own = "swa_rope_parameters and " if architecture == _LAGUNA else ""
+        text = f"it alone reads {own}partial_rotary_factor in rope_parameters, and both read rope_dim there"
         pair.find("rope", f"{widths}: {text}")
 
 

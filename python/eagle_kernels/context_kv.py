@@ -44,7 +44,7 @@ class ContextKVConfig:
         num_chunks, target_hidden_size: K captured states of width Ht.
         hidden_size: H, the drafter's.
         num_layers, num_kv_heads, head_dim: L draft layers with n heads of K (on this rank) of d columns.
-        eps, norm_offset: of all norms; the gain is norm_offset + weight (MiniMax-M3: 1).
+        eps, norm_offset: of all norms; the gain is norm_offset + weight (use_gemma_norm: 1).
         bias: of the K and V projections.
         chunk_norm: an aux_norm in front of fc for each captured state (Laguna).
         layer_norm: each layer has its own norm between hidden_norm and its projection (Laguna's input_layernorm,
@@ -269,11 +269,15 @@ def _rope_parameters(config: object, layer_type: str = "full_attention") -> obje
 
 
 def _qwen3(config: object) -> dict[str, Any]:
-    """A checkpoint says how its keys were trained to rotate.
+    """A checkpoint says how its keys were trained to rotate, and what its gains are added to.
 
-    Source: SGLang 0.5.23 `DFlashAttention`; vLLM 0.33 `qwen3_dflash` reads is_neox_style alone.
+    Source: SGLang 0.5.23 `DFlashAttention`, `DFlashDraftModel`; vLLM 0.33 `qwen3_dflash` reads is_neox_style alone.
     """
-    return _dense(config) | {"interleaved": not is_neox_style(config)}
+    return _dense(config) | {"interleaved": not is_neox_style(config), "norm_offset": _gemma_offset(config)}
+
+
+def _gemma_offset(config: object) -> float:
+    return 1.0 if flag_field(_FROM_HF, "use_gemma_norm", config) else 0.0
 
 
 def is_neox_style(config: object, *names: str) -> bool:
@@ -288,6 +292,9 @@ def _laguna(config: object) -> dict[str, Any]:
     Source: vLLM 0.33 `LagunaAttention`, where swa_rope_parameters come first for layers of sliding attention.
     """
     variant = _qwen3(config)
+    if variant["norm_offset"]:
+        because = "SGLang adds 1 to every gain but the aux_norms'"
+        raise checks.error(ValueError, _FROM_HF, "use_gemma_norm is True", "False", because)
     stated = get_field(config, "layer_types") or ("full_attention",)
     of_windows = get_field(config, "swa_rope_parameters")
     widths = {}
@@ -316,9 +323,8 @@ def _muse_spark(config: object) -> dict[str, Any]:
 
 
 def _minimax_m3(config: object) -> dict[str, Any]:
-    offset = 1.0 if flag_field(_FROM_HF, "use_gemma_norm", config) else 0.0
     rotary = int_field(_FROM_HF, "rotary_dim", config, at_least=0)
-    return _dense(config) | {"norm_offset": offset} | ({} if rotary is None else {"rotary_dim": rotary})
+    return _dense(config) | {"norm_offset": _gemma_offset(config)} | ({} if rotary is None else {"rotary_dim": rotary})
 
 
 def _gemma4(config: object) -> dict[str, Any]:

@@ -43,12 +43,13 @@ LAYER_ID_RULES: dict[str, _Rule] = {
 
 # boundary = id + rule(ids, N), for targets without a rule in models/table.py. Source: SGLang 0.5.23
 # `set_eagle3_layers_to_capture`, of the model's class or the one it inherits from; a composite model type is listed
-# beside its text model's, to which it delegates.
+# beside its text model's, to which it delegates. Qwen4-Exp inherits it too, and `Qwen4ExpVLModel.forward` returns no
+# captured state: SGLang's next line fails.
 _OTHER_MODEL_TYPES = {
     "output": """
-        apertus bailing_moe bailing_moe_v2 internlm3 iquestcoder llama llama4 llama4_text mellum ministral3 minimax_m2
-        mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3 qwen3_vl qwen3_vl_moe qwen3_vl_moe_text
-        qwen3_vl_text sarvam_moe
+        apertus bailing_moe bailing_moe_v2 cosmos3_omni internlm3 interns1_pro interns1_pro_text iquestcoder llama
+        llama4 llama4_text mellum ministral3 minimax_m2 mistral phi3 qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen3
+        qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_text sarvam_moe
     """,
     "output-iff-first-is-1": "deepseek_v2",
     "boundary-iff-last-is-N": "gpt_oss",

@@ -136,8 +136,9 @@ FAMILIES = (
     ModelFamily(
         name="intern_s2",
         title="InternS2",
-        model_types=("intern_s2_preview", "interns2_mobius"),
+        model_types=("intern_s2_preview", "interns2_mobius", "interns2_mobius_text"),
         norm_offset=_ZERO_CENTERED,
+        layer_ids="output",
         mtp=MTPStage(
             names=_QWEN_NAMES,
             sglang=EngineStage(("Qwen3_5ForCausalLMMTP",)),
