@@ -329,8 +329,8 @@ class MmaProduct {
   uint32_t scales_of_tile_ = 0;
   bool own_squares_ = false;
   float global_scale_ = 1;
-  // Offsets of a lane's first step, from where the weight, x and the gains (of 16 bits) begin in a stage. A step's
-  // offset is an XOR, for its bits are 0 in the first step's.
+  // Offsets of a lane's first step, from where the weight, x and the gains (of 16 bits) begin in a stage. Another
+  // step's are these XOR its bytes for the weight and x, since the swizzle is an XOR too, and plus its bytes for gains.
   uint32_t weight_place_ = place_of_lane(first_column_tile_ * 8 + g_, part_of(0));
   uint32_t x_place_ = place<K::kRowBytes>(row_warp_ * K::kRowTiles * 8 + g_, part_of(0));
   uint32_t gains_place_ = 0;
