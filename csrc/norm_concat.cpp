@@ -13,11 +13,7 @@ namespace {
 constexpr const char* kOp = "norm_concat";
 
 template <auto run>
-void norm_concat_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                     const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
-                     const OptionalViews& residuals, const OptionalViews& indices, const OptionalView& sum_squares,
-                     const Output& out) {
-  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+void concat_out(const SourceArguments& arguments, const Output& out) {
   const Sources sources(kOp, arguments, out);
   check_shape(kOp, "out", out, out.size(0), sources.concat.width);
 
@@ -29,6 +25,9 @@ void norm_concat_out(const std::vector<View>& chunks, int64_t num_chunks, int64_
   run(record, out.device_index);
 }
 
+template <auto run>
+constexpr auto norm_concat_out = with_sources<&concat_out<run>>;
+
 void run_on_cpu(const NormConcat& record, int32_t) { cpu::norm_concat(record); }
 
 }  // namespace
@@ -38,11 +37,11 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
-  implement<&norm_concat_out<run_nothing>>(m, "norm_concat_checks_out", kCudaDevice);
+  implement<norm_concat_out<run_nothing>>(m, "norm_concat_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  implement<&norm_concat_out<run_on_cpu>>(m, "norm_concat_out", kCpuDevice);
+  implement<norm_concat_out<run_on_cpu>>(m, "norm_concat_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -56,7 +55,7 @@ void run_on_cuda(const NormConcat& record, int32_t device_index) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
-  implement<&norm_concat_out<run_on_cuda>>(m, "norm_concat_out", kCudaDevice);
+  implement<norm_concat_out<run_on_cuda>>(m, "norm_concat_out", kCudaDevice);
 }
 #endif
 

@@ -63,14 +63,13 @@ void run_checked(const Run& run, const SourceArguments& arguments, const View& w
 }
 
 template <auto run>
-void norm_concat_linear_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                            const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
-                            const OptionalViews& residuals, const OptionalViews& indices,
-                            const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
-                            const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
-  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
-              post_norm_gain, post_norm_eps, out);
+void dense_out(const SourceArguments& arguments, const View& weight, const OptionalView& bias,
+               const OptionalView& post_norm_gain, double post_norm_eps, const Output& out) {
+  run_checked(run, arguments, weight, bias, post_norm_gain, post_norm_eps, out);
 }
+
+template <auto run>
+constexpr auto norm_concat_linear_out = with_sources<&dense_out<run>>;
 
 struct CpuKernels {
   int64_t (*workspace)(const NormConcatLinear&);
@@ -196,15 +195,10 @@ ProductKernel kernel_of(int64_t number) {
 }
 
 template <auto run>
-void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                                      const std::vector<View>& gains, const std::vector<double>& eps,
-                                      double norm_offset, const OptionalViews& residuals,
-                                      const OptionalViews& indices, const OptionalView& sum_squares, const View& codes,
-                                      const View& scales, const OptionalView& global_scale, int64_t block_rows,
-                                      int64_t block_columns, const OptionalView& bias,
-                                      const OptionalView& post_norm_gain, double post_norm_eps, int64_t kernel,
-                                      bool early_weight, const Output& out) {
-  const SourceArguments arguments{chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares};
+void quantized_out(const SourceArguments& arguments, const View& codes, const View& scales,
+                   const OptionalView& global_scale, int64_t block_rows, int64_t block_columns,
+                   const OptionalView& bias, const OptionalView& post_norm_gain, double post_norm_eps, int64_t kernel,
+                   bool early_weight, const Output& out) {
   const Sources sources(kQuantizedOp, arguments, out);
   NormConcatLinear record = record_of(kQuantizedOp, sources, bias, post_norm_gain, post_norm_eps, out);
   add_codes(sources, codes, scales.dtype, out, record);
@@ -213,6 +207,9 @@ void norm_concat_linear_quantized_out(const std::vector<View>& chunks, int64_t n
   record.early_weight = early_weight;
   run(record, codes, out);
 }
+
+template <auto run>
+constexpr auto norm_concat_linear_quantized_out = with_sources<&quantized_out<run>>;
 
 template <size_t dim>
 Tensor tensor(const void* data, const int64_t (&sizes)[dim], const int64_t (&strides)[dim], TorchDType dtype,
@@ -262,15 +259,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kernels_C, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CompositeExplicitAutograd, m) {
-  implement<&norm_concat_linear_out<run_nothing>>(m, "norm_concat_linear_checks_out", kCudaDevice);
-  implement<&norm_concat_linear_quantized_out<run_nothing>>(m, "norm_concat_linear_quantized_checks_out", kCudaDevice);
+  implement<norm_concat_linear_out<run_nothing>>(m, "norm_concat_linear_checks_out", kCudaDevice);
+  implement<norm_concat_linear_quantized_out<run_nothing>>(m, "norm_concat_linear_quantized_checks_out", kCudaDevice);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CPU, m) {
-  implement<&norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
-  implement<&norm_concat_linear_out<run_few_rows_on_cpu>>(m, "norm_concat_linear_few_rows_out", kCpuDevice);
-  implement<&norm_concat_linear_quantized_out<run_on_cpu>>(m, "norm_concat_linear_quantized_out", kCpuDevice);
-  implement<&norm_concat_linear_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
+  implement<norm_concat_linear_out<run_on_cpu>>(m, "norm_concat_linear_out", kCpuDevice);
+  implement<norm_concat_linear_out<run_few_rows_on_cpu>>(m, "norm_concat_linear_few_rows_out", kCpuDevice);
+  implement<norm_concat_linear_quantized_out<run_on_cpu>>(m, "norm_concat_linear_quantized_out", kCpuDevice);
+  implement<norm_concat_linear_out<run_two_steps_on_cpu>>(m, "norm_concat_linear_two_step_out", kCpuDevice);
 }
 
 #if defined(EAGLE_KERNELS_WITH_CUDA)
@@ -351,19 +348,17 @@ void run_codes_on_cuda(const NormConcatLinear& record, const View&, const Output
 }
 
 template <auto run_kernels>
-void norm_concat_linear_early_out(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm,
-                                  const std::vector<View>& gains, const std::vector<double>& eps, double norm_offset,
-                                  const OptionalViews& residuals, const OptionalViews& indices,
-                                  const OptionalView& sum_squares, const View& weight, const OptionalView& bias,
-                                  const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight,
-                                  const Output& out) {
+void early_out(const SourceArguments& arguments, const View& weight, const OptionalView& bias,
+               const OptionalView& post_norm_gain, double post_norm_eps, bool early_weight, const Output& out) {
   const auto run = [&](NormConcatLinear record, const View&, const Output& into) {
     record.early_weight = early_weight;
     run_kernels(kOp, record, into);
   };
-  run_checked(run, {chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, weight, bias,
-              post_norm_gain, post_norm_eps, out);
+  run_checked(run, arguments, weight, bias, post_norm_gain, post_norm_eps, out);
 }
+
+template <auto run_kernels>
+constexpr auto norm_concat_linear_early_out = with_sources<&early_out<run_kernels>>;
 
 void run_wgmma_kernel(const NormConcatLinear& record, const View&, const Output& out) {
   run_one_launch<norm_concat_linear_wgmma_cuda>(kOp, record, out);
@@ -434,11 +429,11 @@ void run_two_steps_on_cuda(NormConcatLinear op, const View& weight, const Output
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kernels_C, CUDA, m) {
   constexpr auto run_fused_kernel = run_one_launch<norm_concat_linear_fused_cuda>;
-  implement<&norm_concat_linear_early_out<run_fused_kernel>>(m, "norm_concat_linear_fused_out", kCudaDevice);
-  implement<&norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
-  implement<&norm_concat_linear_out<run_wgmma_kernel>>(m, "norm_concat_linear_wgmma_out", kCudaDevice);
-  implement<&norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
-  implement<&norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
+  implement<norm_concat_linear_early_out<run_fused_kernel>>(m, "norm_concat_linear_fused_out", kCudaDevice);
+  implement<norm_concat_linear_early_out<run_split_kernels>>(m, "norm_concat_linear_split_out", kCudaDevice);
+  implement<norm_concat_linear_out<run_wgmma_kernel>>(m, "norm_concat_linear_wgmma_out", kCudaDevice);
+  implement<norm_concat_linear_out<run_two_steps_on_cuda>>(m, "norm_concat_linear_two_step_out", kCudaDevice);
+  implement<norm_concat_linear_quantized_out<run_codes_on_cuda>>(m, "norm_concat_linear_quantized_out", kCudaDevice);
 }
 #endif
 

@@ -14,7 +14,7 @@ namespace eagle_kernels {
 // Absent where no chunk has one: to pass an empty list takes 0.3 us of a call's 4.
 using OptionalViews = std::optional<std::vector<OptionalView>>;
 
-// The arguments that both ops begin with, as their schemas name them.
+// The arguments that both ops begin with, as their schemas name them and as their primitives get them.
 inline const std::string kSourcesSchema =
     "Tensor[] chunks, int num_chunks, int norm, Tensor[] gains, float[] eps, float norm_offset, "
     "Tensor?[]? residuals, Tensor?[]? indices, Tensor? sum_squares";
@@ -30,6 +30,23 @@ struct SourceArguments {
   const OptionalViews& indices;
   const OptionalView& sum_squares;
 };
+
+// with_sources<function> is the primitive that passes these arguments and all others on: function(SourceArguments,
+// others...).
+template <auto function>
+struct WithSources;
+
+template <class... Others, void (*function)(const SourceArguments&, Others...)>
+struct WithSources<function> {
+  static void call(const std::vector<View>& chunks, int64_t num_chunks, int64_t norm, const std::vector<View>& gains,
+                   const std::vector<double>& eps, double norm_offset, const OptionalViews& residuals,
+                   const OptionalViews& indices, const OptionalView& sum_squares, Others... others) {
+    function({chunks, num_chunks, norm, gains, eps, norm_offset, residuals, indices, sum_squares}, others...);
+  }
+};
+
+template <auto function>
+constexpr auto with_sources = &WithSources<function>::call;
 
 // Checks the arguments, against `out` as well, and fills the record. A packed `chunks` (one tensor, num_chunks > 1) is
 // split by pointer arithmetic: slices in Python would cost 1 us each.
