@@ -22,6 +22,7 @@ void add_rms_norm_out(const View& hidden, const View& residual, const View& weig
   check_shape(kOp, "residual", residual, rows, width);
   check_vector(kOp, "weight", weight, width, hidden);
   check_eps(kOp, "eps", eps);
+  check_finite(kOp, "norm_offset", norm_offset);
   check_output(kOp, "out", out, hidden);
   check_shape(kOp, "out", out, rows, width);
   check_output(kOp, "out_sum", out_sum, hidden);

@@ -157,6 +157,13 @@ inline void check_eps(const char* op, const char* name, double eps,
   check(eps >= 0 && eps <= static_cast<double>(__FLT_MAX__), op, name, "value", where);
 }
 
+// A summand of all gains of a norm. The kernels add it in fp32.
+inline void check_finite(const char* op, const char* name, double value,
+                         std::source_location where = std::source_location::current()) {
+  check(value >= -static_cast<double>(__FLT_MAX__) && value <= static_cast<double>(__FLT_MAX__), op, name, "value",
+        where);
+}
+
 bool overlap(const View& a, const View& b);
 
 // Kernels write rows while they read others.

@@ -31,6 +31,7 @@ Sources::Sources(const char* op, const SourceArguments& arguments, const View& o
   check_output(op, "out", out, first);
   concat.dtype = first.type();
   concat.num_chunks = num_chunks;
+  check_finite(op, "norm_offset", arguments.norm_offset);
   concat.norm_offset = static_cast<float>(arguments.norm_offset);
   packed_ = size_of(arguments.chunks) != num_chunks;
 

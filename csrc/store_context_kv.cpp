@@ -77,6 +77,7 @@ void store_context_kv_out(const View& kv, const OptionalView& gain, double eps, 
     record.gain = {gain->data, gain->type()};
   }
   check_eps(kOp, "eps", eps);
+  check_finite(kOp, "norm_offset", norm_offset);
   check_device(kOp, "cos_sin", cos_sin, kv);
   check(cos_sin.dtype == kv.dtype || cos_sin.dtype == kTorchFloat, kOp, "cos_sin", "dtype");
   check_rows(kOp, "cos_sin", cos_sin);

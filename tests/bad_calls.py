@@ -15,6 +15,7 @@ import eagle_kernels as ek
 # H = D: `out` of norm_concat_linear can stand for a chunk.
 T, K, H, D, V = 4, 3, 8, 8, 20
 NAN, INF = float("nan"), float("inf")
+NOT_FINITE = (NAN, INF, -INF, 1e39, -1e39)  # in fp32
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ def _source_calls(op: str) -> Iterator[BadCall]:
     for eps in (NAN, INF, -1e-6, 1e39):
         yield bad(f"eps-{eps}", lambda good, eps=eps: {"eps": eps})
         yield bad(f"eps-list_{eps}", lambda good, eps=eps: {"eps": [1e-6, eps, 0.0]})
+    for offset in NOT_FINITE:
+        yield bad(f"norm_offset-{offset}", lambda good, offset=offset: {"norm_offset": offset})
 
     yield from _wrong(op, "sum_squares", (*OPERAND, "shape", "rows"), sum_squares)
     yield bad("sum_squares-overlap", lambda good: {"sum_squares": _first(good["out"], torch.float32, T, K)})
@@ -373,6 +376,8 @@ def _add_rms_norm_calls() -> Iterator[BadCall]:
     yield BadCall(op, "out-out_sum", lambda good: {"out": good["out_sum"]})
     for eps in (NAN, INF, -1e-6, 1e39):
         yield BadCall(op, f"eps-{eps}", lambda good, eps=eps: {"eps": eps})
+    for offset in NOT_FINITE:
+        yield BadCall(op, f"norm_offset-{offset}", lambda good, offset=offset: {"norm_offset": offset})
 
 
 def _vocab_parallel_embedding_calls() -> Iterator[BadCall]:
@@ -470,6 +475,8 @@ def _store_context_kv_calls() -> Iterator[BadCall]:
     ]
     for eps in (NAN, INF, -1e-6, 1e39):
         calls.append(bad(f"eps-{eps}", lambda good, eps=eps: {"eps": eps}))
+    for offset in NOT_FINITE:
+        calls.append(bad(f"norm_offset-{offset}", lambda good, offset=offset: {"norm_offset": offset}))
     for call in calls:
         yield replace(
             call, direct_only="its record is no public call: tests/test_store_context_kv.py", backends=("cpu",)

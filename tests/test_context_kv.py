@@ -594,6 +594,7 @@ def test_a_drafter_that_is_not_supported_is_refused(changes: dict, message: str)
         ({"k_norm": "layer"}, "k_norm is 'layer', expected 'weight' or 'unit' or 'none'"),
         ({"head_dim": 2048}, "head_dim is 2048, expected at most 1024"),
         ({"norm_width": 33}, "norm_width is 33, expected 1 to head_dim = 32"),
+        ({"norm_offset": float("nan")}, "norm_offset is nan, expected a finite fp32 number"),
         (
             {"rotary_dim": 7},
             "rotary_begin is 0 and rotary_dim 7, expected an even number of columns within ",

@@ -579,6 +579,7 @@ def test_from_hf_reads_no_files(config):
         ({"eps": "abc"}, "eps is a str, expected a number"),
         ({"eps": float("nan")}, "eps is nan, expected a finite fp32 number of at least 0"),
         ({"norm_offset": "1"}, "norm_offset is a str, expected a number"),
+        ({"norm_offset": float("inf")}, "norm_offset is inf, expected a finite fp32 number"),
         ({"chunk_norm": "false"}, "chunk_norm is 'false', expected True or False"),
         ({"num_chunks": True}, "num_chunks is a bool, expected an int"),
         ({"layer_ids": "123"}, "layer_ids is a str, expected a list of ints"),

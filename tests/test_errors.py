@@ -213,6 +213,8 @@ SOURCE_ERRORS = [
     ({"eps": None}, TypeError, "eps is a NoneType, expected a number or a sequence of numbers"),
     ({"eps": [1e-6, None, 1e-6]}, TypeError, "eps[1] is a NoneType, expected a number"),
     ({"norm_offset": "one"}, TypeError, "norm_offset is a str, expected a number"),
+    ({"norm_offset": float("nan")}, ValueError, "norm_offset is nan, expected a finite fp32 number"),
+    ({"norm_offset": -1e39}, ValueError, "norm_offset is -1e+39, expected a finite fp32 number"),
     # sum_squares
     ({"sum_squares": [1.0]}, TypeError, "sum_squares is a list, expected a torch.Tensor"),
     ({"sum_squares": rows(T, K)}, TypeError, f"sum_squares has dtype {BF16}, expected {FP32}"),
@@ -536,6 +538,7 @@ ERRORS = [
     ),
     ("add_rms_norm", {"eps": "small"}, TypeError, "eps is a str, expected a number"),
     ("add_rms_norm", {"norm_offset": None}, TypeError, "norm_offset is a NoneType, expected a number"),
+    ("add_rms_norm", {"norm_offset": float("inf")}, ValueError, "norm_offset is inf, expected a finite fp32 number"),
     *(
         (
             "add_rms_norm",

@@ -123,6 +123,11 @@ ERRORS = [
     pytest.param(lambda: ek.MTPConfig(8, 2.5), "MTPConfig: out_features is a float, expected an int", id="D"),
     pytest.param(lambda: ek.MTPConfig(8, enorm_eps="x"), "MTPConfig: enorm_eps is a str, expected a number", id="eps"),
     pytest.param(
+        lambda: ek.MTPConfig(8, norm_offset=-math.inf),
+        "MTPConfig: norm_offset is -inf, expected a finite fp32 number",
+        id="norm_offset",
+    ),
+    pytest.param(
         lambda: ek.MTPConfig(8, embedding_scale=0.0),
         "MTPConfig: embedding_scale is 0.0, expected above 0 and finite",
         id="scale",

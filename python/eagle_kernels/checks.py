@@ -129,6 +129,12 @@ def check_eps(op: str, name: str, value: float) -> None:
         raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number of at least 0")
 
 
+def check_finite(op: str, name: str, value: float) -> None:
+    """A number that is added to all gains of a norm, in fp32."""
+    if not abs(value) <= _MAX_FP32:  # NaN too
+        raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number")
+
+
 def check_width(op: str, num_chunks: int, hidden_size: int) -> None:
     """K*H has to fit int32, which counts columns; call this before allocating for it."""
     if num_chunks * hidden_size > MAX_WIDTH:

@@ -92,6 +92,7 @@ class ContextKVConfig:
         for name in ("norm_offset", "eps"):  # floats, as the ops' records take them
             object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         checks.check_eps(op, "eps", self.eps)
+        checks.check_finite(op, "norm_offset", self.norm_offset)
         for name, words in (("k_norm", _K_NORMS), ("values", _VALUES)):
             if (word := getattr(self, name)) not in words:
                 raise checks.error(ValueError, op, f"{name} is {word!r}", " or ".join(map(repr, words)))

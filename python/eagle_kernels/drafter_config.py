@@ -232,6 +232,7 @@ class Eagle3Config:
         for name in ("norm_offset", "eps"):  # floats, as `Sources.of_module` takes them
             object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         checks.check_eps(op, "eps", self.eps)
+        checks.check_finite(op, "norm_offset", self.norm_offset)
         _check_meaning(op, self.layer_ids_mean)
         if self.layer_ids is None:
             return

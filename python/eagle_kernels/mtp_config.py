@@ -68,6 +68,7 @@ class MTPConfig:
             object.__setattr__(self, name, checks.check_number(op, name, getattr(self, name)))
         for name in ("enorm_eps", "hnorm_eps"):
             checks.check_eps(op, name, getattr(self, name))
+        checks.check_finite(op, "norm_offset", self.norm_offset)
         if self.embedding_scale is not None:
             scale = checks.check_number(op, "embedding_scale", self.embedding_scale)
             if not 0 < scale < math.inf:

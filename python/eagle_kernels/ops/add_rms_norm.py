@@ -94,7 +94,7 @@ class AddRmsNorm(NamedTuple):
 
     def check_arguments(self) -> None:
         """Check everything but overlapping memory, which a trace cannot know."""
-        hidden, residual, weight, eps, _, out, out_sum = self
+        hidden, residual, weight, eps, norm_offset, out, out_sum = self
         checks.check_rows(OP, "hidden", hidden)
         checks.check_like(OP, "residual", residual, hidden, "hidden")
         for name, tensor in (("out", out), ("out_sum", out_sum)):
@@ -103,6 +103,7 @@ class AddRmsNorm(NamedTuple):
         checks.check_vector(OP, "weight", weight, hidden.shape[-1], "H", hidden, "hidden")
         checks.check_inference(OP, (hidden, residual, weight, out, out_sum))
         checks.check_eps(OP, "eps", eps)
+        checks.check_finite(OP, "norm_offset", norm_offset)
 
     @torch.no_grad()
     def reference(self) -> None:

@@ -206,6 +206,7 @@ class Sources(NamedTuple):
             _check_sum_squares(op, self.sum_squares, self.norm, chunks_2d, num_chunks)
         checks.check_inference(op, (*chunks, *self.residuals, *self.gains, self.sum_squares))
         _check_eps(op, eps_name, self.eps, self.norm, num_chunks)
+        checks.check_finite(op, "norm_offset", self.norm_offset)
 
     def check_out(self, op: str, out: Tensor, columns: int, meaning: str) -> None:
         """Raise where the caller's `out` is not [N, columns], or [columns] for 1-D rows."""

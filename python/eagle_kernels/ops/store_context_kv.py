@@ -116,6 +116,7 @@ class StoreContextKV(NamedTuple):
         if self.k_norm_weight is not None:
             checks.check_vector(OP, "k_norm_weight", self.k_norm_weight, self.norm_width, "norm_width", kv, "kv")
         checks.check_eps(OP, "eps", self.eps)
+        checks.check_finite(OP, "norm_offset", self.norm_offset)
         self._check_rotary(d)
         checks.check_inference(OP, self.operands)
 
