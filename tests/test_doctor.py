@@ -940,6 +940,21 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         ),
         {"drafter": "MTP of DeepSeek V4", "e_proj": "F8_E4M3 with scale", "h_proj": "F8_E4M3 with scale"},
     ),
+    "DeepSeek-V4 in FP8 blocks beside Model-Optimizer's keys": (
+        MTPCheckpoints,
+        # nvidia/DeepSeek-V4-Flash-NVFP4. Both engines read fp8's keys alone: "that leaves e_proj out", "for w4afp8".
+        lambda c: (
+            as_deepseek_v4(c),
+            c.target.update(
+                quantization_config={
+                    **c.target["quantization_config"],
+                    **{"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "ignore": ["*.attn.*", "mtp.*"]},
+                    "quantized_layers": {"layers.0.ffn.experts": {"quant_algo": "MXFP8"}},
+                }
+            ),
+        ),
+        {"e_proj": "F8_E4M3 with scale", "mtp.0.attn.wq_a": "F8_E4M3 with scale"},
+    ),
     "DeepSeek-V4's own names, in FP8 blocks": (
         MTPCheckpoints,
         as_deepseek_v4,
@@ -1293,6 +1308,42 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "engine-format",
                 (SGLANG,),
                 "it lacks kv_cache_quant_algo and kv_cache_scheme, and there is no hf_quant_con",
+            )
+        ],
+    ),
+    "a layer that fp8 leaves out in a list of compressed-tensors": (
+        lambda c: (
+            c.drafter.update(quantization_config=HF_FP8 | {"ignore": ["fc", "midlayer.mlp.down_proj"]}),
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64)}),
+        ),
+        [
+            ("fc-quantized", (V1, V2), "builds fc quantized: it does not read the list that leaves it out"),
+            (
+                "layer-quantized",
+                (SGLANG, V1, V2),
+                "builds midlayer.mlp.down_proj quantized: it does not read the list that leav",
+            ),
+        ],
+    ),
+    "a layer that fp8 leaves out in the second of its lists, of which the first is empty": (
+        lambda c: (
+            c.drafter.update(
+                quantization_config=HF_FP8
+                | {
+                    "ignored_layers": [],
+                    # The file's names and vLLM's.
+                    "modules_to_not_convert": [
+                        *("fc", "model.fc", "midlayer.mlp.down_proj", f"model.layers.{N}.mlp.down_proj")
+                    ],
+                }
+            ),
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64)}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (SGLANG,),
+                "builds midlayer.mlp.down_proj quantized: it does not read the list that leav",
             )
         ],
     ),

@@ -19,7 +19,7 @@ from eagle_kernels.checkpoint_files import MTP_FILE, Checkpoint, open_tensors, r
 from eagle_kernels.quantization_config import config_of
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
-from . import modelopt
+from . import lists
 
 OP = "doctor"
 SGLANG, VLLM_V1, VLLM_V2 = "SGLang 0.5.23", "vLLM 0.33, V1 runner", "vLLM 0.33, V2 runner"
@@ -117,7 +117,7 @@ class Pair:
     def read(self) -> dict[tuple[str, bool], Mapping[str, Any] | None]:
         """{(engine, whether the layer is of experts): the quantization config as far as the engine reads it}."""
         cases = [(engine, of_experts) for engine in ENGINES for of_experts in (False, True)]
-        return {case: modelopt.read_by(self.quantization, *case) for case in cases}
+        return {case: lists.read_by(self.quantization, *case) for case in cases}
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:

@@ -114,6 +114,9 @@ LEFT_OUT = (
     *("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude"),
     "llm_int8_skip_modules",
 )
+# Methods beside which no engine reads Model-Optimizer's keys; nvidia/DeepSeek-V4-Flash-NVFP4 has them beside fp8.
+# Source: `_parse_quant_hf_config` of SGLang 0.5.23, `_extract_modelopt_quant_algo` of vLLM 0.33.
+_OF_OTHERS = ("auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptqmodel", "quark")
 # What they say of single layers: Model-Optimizer's and Quark's.
 _BY_LAYER = ("quantized_layers", "layer_quant_config")
 # Model-Optimizer's names of a drafter's layers in the model that also has the target's.
@@ -205,13 +208,16 @@ def check_format(op: str, name: str, fits: Sequence[str], config: Mapping[str, A
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:
-    """Model-Optimizer's quant_algo, in upper case: its own, that in `quantization`, or that of hf_quant_config.json."""
+    """Model-Optimizer's quant_algo, in upper case: its own, that in `quantization`, or that of hf_quant_config.json;
+    None beside the quant_method of another tool, with which engines do not read it."""
     algorithm = stated_algorithm(config)
     return None if algorithm is None else algorithm.upper()
 
 
 def stated_algorithm(config: Mapping[str, Any]) -> str | None:
     """The same in the case in which the file has it."""
+    if method_of(config) in _OF_OTHERS:
+        return None
     found = (section.get("quant_algo") for section in _sections(config))
     return next((algorithm for algorithm in found if isinstance(algorithm, str)), None)
 
