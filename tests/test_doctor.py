@@ -40,12 +40,15 @@ class Files:
     target: dict
     drafter: dict
     weights: dict[str, torch.Tensor]
+    beside: dict | None = None  # `quantization` of the drafter's hf_quant_config.json
 
     def save(self, folder: Path) -> tuple[Path, Path]:
         for name, config in (("target", self.target), ("drafter", self.drafter)):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
         save_file(self.weights, folder / "drafter/model.safetensors")
+        if self.beside is not None:
+            (folder / "drafter/hf_quant_config.json").write_text(json.dumps({"quantization": self.beside}))
         return folder / "target", folder / "drafter"
 
 
@@ -745,7 +748,7 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
     ),
     "an fc that a pattern leaves out": (
         Checkpoints,
-        lambda c: c.drafter.update(quantization_config={"quant_algo": "FP8", "exclude_modules": ["lm_head", "*fc*"]}),
+        lambda c: setattr(c, "beside", {"quant_algo": "FP8", "exclude_modules": ["lm_head", "*fc*"]}),
         {"fc": "BF16"},
     ),
     "an fc in codes whose parent compressed-tensors ignores": (
@@ -1102,7 +1105,7 @@ def with_config(checkpoints: Files, quantization: dict) -> None:
 def in_nvfp4(checkpoints: Files) -> None:
     checkpoints.weights |= {"fc.weight": torch.zeros(D, K * H // 2, dtype=torch.uint8)}
     checkpoints.weights |= {"fc.weight_scale": torch.ones(D, K * H // 16).to(FP8), "fc.weight_scale_2": torch.ones(())}
-    checkpoints.drafter["quantization_config"] = {"quant_algo": "NVFP4"}
+    checkpoints.drafter["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
 def middle_zeros(groups: int, rows: int) -> torch.Tensor:
@@ -1265,13 +1268,11 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         ],
     ),
     "a quant_algo that SGLang lacks, in hf_quant_config.json alone": (
-        lambda c: c.drafter.update(quantization_config={"quant_algo": "FP8_PB_WO", "exclude_modules": ["*fc*"]}),
+        lambda c: setattr(c, "beside", {"quant_algo": "FP8_PB_WO", "exclude_modules": ["*fc*"]}),
         [("engine-format", (SGLANG,), "takes the checkpoint for one in numbers: it has no quant_algo FP8_PB_WO")],
     ),
     "a quant_algo that vLLM lacks, in the file beside the config": (
-        lambda c: c.drafter.update(
-            quantization_config={"quantization": {"quant_algo": "NVFP4_AWQ", "exclude_modules": ["*fc*"]}}
-        ),
+        lambda c: setattr(c, "beside", {"quant_algo": "NVFP4_AWQ", "exclude_modules": ["*fc*"]}),
         [("engine-format", (V1, V2), "refuses the config: it has no quant_algo NVFP4_AWQ")],
     ),
     **{
@@ -1310,6 +1311,24 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
                 "it lacks kv_cache_quant_algo and kv_cache_scheme, and there is no hf_quant_con",
             )
         ],
+    ),
+    "Model-Optimizer's config without a quant_method": (
+        # 0.31's. SGLang takes it for Model-Optimizer's, and reads its list: it builds down_proj in numbers.
+        lambda c: (
+            with_config(
+                c, {"quant_algo": "FP8", "ignore": ["lm_head", "*down_proj"], "producer": {"name": "modelopt"}}
+            ),
+            c.weights.update({"midlayer.mlp.down_proj.weight": torch.ones(96, 64)}),
+        ),
+        [
+            ("engine-format", (V1, V2), "takes the checkpoint for one in numbers: its quantization_config has no quan"),
+            IN_NUMBERS,
+            ("fc-quantized", (V1, V2), "and there is none: it fails to load"),
+        ],
+    ),
+    "the same in the form of hf_quant_config.json, to which vLLM adds a quant_method": (
+        lambda c: with_config(c, {"quantization": {"quant_algo": "FP8"}, "producer": {"name": "modelopt"}}),
+        [IN_NUMBERS],
     ),
     "a layer that fp8 leaves out in a list of compressed-tensors": (
         lambda c: (
@@ -1352,11 +1371,11 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("engine-format", (SGLANG,), "refuses the config: it has no quant_algo fp8")],
     ),
     "a quant_algo in lower case, in hf_quant_config.json alone": (
-        lambda c: c.drafter.update(quantization_config={"quant_algo": "fp8", "exclude_modules": ["fc"]}),
+        lambda c: setattr(c, "beside", {"quant_algo": "fp8", "exclude_modules": ["fc"]}),
         [("engine-format", (SGLANG,), "takes the checkpoint for one in numbers: it has no quant_algo fp8")],
     ),
     "MXFP8 in hf_quant_config.json alone": (
-        lambda c: c.drafter.update(quantization_config={"quant_algo": "MXFP8", "exclude_modules": ["fc"]}),
+        lambda c: setattr(c, "beside", {"quant_algo": "MXFP8", "exclude_modules": ["fc"]}),
         [("engine-format", (V1, V2), "refuses the config: it has no quant_algo MXFP8 in hf_quant_config.json alone")],
     ),
     "a layer that ModelOpt's FP8 leaves out in a list that SGLang does not read": (
@@ -1975,7 +1994,7 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         [("load", ALL, "fc.weight_scale is torch.float32 of shape (7, 9), expected"), IN_NUMBERS],
     ),
     "a config of another format": (
-        lambda c: with_config(c, {"quant_algo": "NVFP4"}),
+        lambda c: with_config(c, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
         [("load", ALL, "fc.weight is fp8_tensor, expected nvfp4, because the checkpoint says"), IN_NUMBERS],
     ),
     "a config of other blocks": (

@@ -28,10 +28,12 @@ _KEYS: dict[object, tuple[str, ...]] = {
 }
 
 
-def read_by(config: Mapping[str, Any] | None, engine: str, of_experts: bool) -> Mapping[str, Any] | None:
-    """The config without what an engine does not read of it; `of_experts` as in `modelopt.read_by`."""
+def read_by(
+    config: Mapping[str, Any] | None, engine: str, of_experts: bool, is_inline: bool
+) -> Mapping[str, Any] | None:
+    """The config without what an engine does not read of it; the arguments as in `modelopt.read_by`."""
     if config is None or algorithm_of(config) is not None:
-        return modelopt.read_by(config, engine, of_experts)
+        return modelopt.read_by(config, engine, of_experts, is_inline)
     method = method_of(config)
     if not isinstance(method, str) or method not in _KEYS:
         return config

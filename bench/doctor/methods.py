@@ -15,6 +15,7 @@ from eagle_kernels.quantization_config import (
     unread_format,
 )
 
+from .modelopt import lacks_method
 from .pair import ENGINE_OF, ENGINES, SGLANG, Pair
 from .quantization import holds_codes, is_of_experts
 
@@ -36,12 +37,13 @@ def look_at_method(pair: Pair) -> None:
     if config is None:
         return
     format, stated = unread_format(config), config.get("quant_method")
-    # hf_quant_config.json is all there is, which both engines take for Model-Optimizer's.
-    is_file_alone = stated is None and algorithm_of(config) is not None
+    # Of hf_quant_config.json alone, or of config.json, to which old ones wrote no quant_method.
+    is_of_modelopt = stated is None and algorithm_of(config) is not None
+    is_file_alone = is_of_modelopt and not pair.is_inline
     if format is not None:
         text = f"{format}, which this package does not read: load_checkpoint refuses it, "
         pair.facts["format"] = f"{text}the plugins leave layers of it to the engine"
-    method = "modelopt" if is_file_alone else method_of(config)
+    method = "modelopt" if is_of_modelopt else method_of(config)
     if not isinstance(method, str):
         return
     have = _ENGINES_WITH.get(method, () if format is not None and format == stated else tuple(ENGINES))
@@ -49,7 +51,13 @@ def look_at_method(pair: Pair) -> None:
     if lacking:
         pair.find("engine-format", f"has no quantization method {method}, and refuses the config", *lacking)
     refused: dict[str, list[str]] = {}
-    for engine, because in (*_refusals(method, config), *_refused_groups(pair, method)):
+    is_missed = pair.is_inline and lacks_method(config)
+    if is_missed:
+        text = "takes the checkpoint for one in numbers: its quantization_config has no quant_method"
+        pair.find("engine-format", text, *ENGINES["vllm"])
+    for engine, because in (*_refusals(method, config, is_file_alone), *_refused_groups(pair, method)):
+        if engine == "vllm" and is_missed:
+            continue
         refused.setdefault(because, []).extend(ENGINES[engine])
     for because, engines in refused.items():
         # Of that file SGLang takes what it does not know for nothing.
@@ -82,15 +90,14 @@ _OF_MIXED = (("quantized_layers",), ("kv_cache_quant_algo", "kv_cache_scheme"))
 _DEPRECATED = ("fbgemm_fp8", "fp_quant")
 
 
-def _refusals(method: str, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _refusals(method: str, config: Mapping[str, Any], is_file_alone: bool) -> Iterator[tuple[str, str]]:
     """(engine, why) for each engine that has the method and ends with an error for what the config says beside it."""
     if method.startswith("modelopt") and (algorithm := algorithm_of(config)) is not None:
-        is_file_alone = config.get("quant_method") is None
         read = {"sglang": stated_algorithm(config), "vllm": algorithm}
         for engine, known in _ALGORITHMS.items():
             if read[engine] not in known:
                 yield engine, f"it has no quant_algo {read[engine]}"
-        if is_file_alone and algorithm in _NOT_ALONE:
+        if config.get("quant_method") is None and algorithm in _NOT_ALONE:
             yield "vllm", f"it has no quant_algo {algorithm} in {HF_FILE} alone"
         if algorithm == "MIXED_PRECISION" and not is_file_alone and HF_FILE not in config:
             lacking = [" and ".join(keys) for keys in _OF_MIXED if not any(key in config for key in keys)]

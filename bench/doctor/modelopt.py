@@ -37,19 +37,23 @@ _LAYERS = {
 }
 
 
-def read_by(config: Mapping[str, Any] | None, engine: str, of_experts: bool) -> Mapping[str, Any] | None:
+def read_by(
+    config: Mapping[str, Any] | None, engine: str, of_experts: bool, is_inline: bool
+) -> Mapping[str, Any] | None:
     """The config without the lists and the entries of quantized_layers that an engine does not read.
 
     Args:
         of_experts: whether it is asked about experts, for which vLLM has another algorithm.
+        is_inline: whether it is config.json's, not that of hf_quant_config.json alone.
     """
     if config is None or (algorithm := algorithm_of(config)) is None:
         return config
+    if engine == "vllm" and is_inline and lacks_method(config):
+        return None
     nested, beside = _mapping(config.get("quantization")), _mapping(config.get(HF_FILE))
     is_flat = not nested if engine == "vllm" else config.get("quant_algo") is not None
     section = config if is_flat or not nested else nested
-    # hf_quant_config.json is all there is where no quant_method is stated.
-    if is_flat and config.get("quant_method") is not None:
+    if is_flat and (is_inline or config.get("quant_method") is not None):
         keys = _FLAT.get((engine, algorithm), _FLAT[engine, None])
     else:
         keys = _NESTED.get((engine, algorithm), ("exclude_modules",))
@@ -68,6 +72,14 @@ def read_by(config: Mapping[str, Any] | None, engine: str, of_experts: bool) -> 
 
     sections = {key: of_engine(_mapping(config[key])) for key in ("quantization", HF_FILE) if key in config}
     return {**of_engine(config), **sections, "ignore": found[0] if found else []}
+
+
+def lacks_method(config: Mapping[str, Any]) -> bool:
+    """Whether config.json has Model-Optimizer's keys without the quant_method by which vLLM knows them; it adds one
+    where they are in `quantization` (0.33 `_normalize_quantization_config`)."""
+    nested, producer = _mapping(config.get("quantization")), _mapping(config.get("producer")).get("name")
+    is_added = (producer == "modelopt" or "modelopt_quant_config" in nested) and nested.get("quant_algo") is not None
+    return config.get("quant_method") is None and algorithm_of(config) is not None and not is_added
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_kernels import checks
 from eagle_kernels.checkpoint_files import MTP_FILE, Checkpoint, open_tensors, read_tensor
-from eagle_kernels.quantization_config import config_of
+from eagle_kernels.quantization_config import config_of, is_inline
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
 from . import lists
@@ -117,7 +117,12 @@ class Pair:
     def read(self) -> dict[tuple[str, bool], Mapping[str, Any] | None]:
         """{(engine, whether the layer is of experts): the quantization config as far as the engine reads it}."""
         cases = [(engine, of_experts) for engine in ENGINES for of_experts in (False, True)]
-        return {case: lists.read_by(self.quantization, *case) for case in cases}
+        return {case: lists.read_by(self.quantization, *case, self.is_inline) for case in cases}
+
+    @property
+    def is_inline(self) -> bool:
+        """Whether the quantization config is in the drafter's config.json, not in hf_quant_config.json alone."""
+        return is_inline(self.drafter)
 
     @cached_property
     def layers(self) -> dict[str, dict[str, Header]]:

@@ -627,6 +627,17 @@ def config_of(op: str, folder: Path) -> Mapping[str, Any] | None:
     return {**inline, HF_FILE: beside}
 
 
+def is_inline(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config.json has a quantization config, so that hf_quant_config.json is not all there is."""
+    return any(isinstance(_at(config, path), Mapping) for path in _INLINE)
+
+
+def _at(section: object, path: Sequence[str]) -> object:
+    for key in path:
+        section = section.get(key) if isinstance(section, dict) else None
+    return section
+
+
 def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[str, Any] | None:
     """The object at the first of these paths of keys that a JSON file has."""
     checks.check_file(op, file, "JSON")
@@ -637,9 +648,7 @@ def _section(op: str, file: Path, paths: Sequence[tuple[str, ...]]) -> Mapping[s
     except (ValueError, RecursionError) as failure:  # invalid UTF-8 too
         raise checks.error(ValueError, op, f"{str(file)!r} is damaged", "JSON", str(failure)) from None
     for path in paths:
-        section = content
-        for key in path:
-            section = section.get(key) if isinstance(section, dict) else None
+        section = _at(content, path)
         if isinstance(section, dict):
             return section
         if section is not None:
