@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -215,22 +217,35 @@ class StubStreams:
         self.module = importlib.import_module("eagle_kernels.triton_kernels.workspace")
         self.waits: list[tuple[str, str]] = []
         self.current = threading.local()
+        self.captured: set[str] = set()
         empty = torch.empty
         monkeypatch.setattr(self.module, "_idle", [])
         monkeypatch.setattr(self.module, "_of_thread", self.module._OfThread())
         monkeypatch.setattr(self.module, "current_stream", lambda index: self.current.name)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(self.current.name, self.waits))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda, "stream", self.entered)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.current.name in self.captured)
         monkeypatch.setattr(torch, "empty", lambda *size, device, **dtype: empty(*size, **dtype))
 
     def workspace(self, stream: str, numel: int = 8) -> torch.Tensor:
         self.current.name = stream
         return self.module.workspace("norm_concat_linear", numel, torch.device("cuda", 0))
 
+    @contextlib.contextmanager
+    def entered(self, stream: Stream) -> Iterator[None]:
+        assert stream.cuda_stream, "CUDA may refuse to say whether the legacy stream is captured"
+        before, self.current.name = self.current.name, stream.name
+        yield
+        self.current.name = before
+
 
 class Stream(NamedTuple):
     name: str
     waits: list[tuple[str, str]]
+
+    @property
+    def cuda_stream(self) -> int:
+        return 0 if self.name == "main" else 1
 
     def wait_stream(self, other: Stream) -> None:
         self.waits.append((self.name, other.name))
@@ -263,3 +278,23 @@ def test_a_new_thread_takes_over_the_workspace_of_one_that_has_ended(monkeypatch
     assert streams.waits == [("b", "a")]  # what the first thread has launched may not have run yet
     (idle,) = streams.module._idle
     assert [buffer.numel() for buffer in idle.buffers[0]] == [8, 20]
+
+
+def test_branches_of_one_graph_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the thread's workspace, and nothing else orders their replay. What is outside of a capture can neither
+    be waited for from inside nor wait for it: CUDA refuses the one, and the other would be captured too."""
+    pytest.importorskip("triton")
+    streams = StubStreams(monkeypatch)
+    streams.workspace("main")
+    streams.captured |= {"capture", "branch"}
+    streams.workspace("capture")
+    assert streams.waits == []
+    streams.workspace("branch")
+    streams.workspace("capture")
+    assert streams.waits == [("branch", "capture"), ("capture", "branch")]
+    streams.workspace("main")
+    assert len(streams.waits) == 2
+    streams.workspace("capture")
+    streams.captured.clear()
+    streams.workspace("main")
+    assert streams.waits[2:] == [("main", "capture")]

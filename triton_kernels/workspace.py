@@ -7,8 +7,8 @@
 - A thread has buffers of its own, since its launches come later than its call of `workspace`: another thread would be
   given the same memory in between. The buffers of a thread that has ended go to the next new one.
 - A thread's calls on different streams of a device share the buffer. A call on another stream than the last call's
-  first makes its stream wait for the last one. Graph replays are not visible here: two graphs of one device that
-  contain these ops, or a graph and an eager call, must not run at the same time.
+  first makes its stream wait for the last one, between the branches of one graph too. Graph replays are not visible
+  here: two graphs of one device that contain these ops, or a graph and an eager call, must not run at the same time.
 """
 
 import functools
@@ -110,6 +110,14 @@ def _grown(op: str, numel: int, device: torch.device, buffers: list[Tensor]) -> 
 
 def _take_turns(device: torch.device, last: _Turn | None) -> _Turn:
     stream = torch.cuda.current_stream(device)
-    if last is not None and not torch.cuda.is_current_stream_capturing():
+    # A capture cannot wait for a stream outside of it, and a stream that waits for one inside becomes part of it.
+    if last is not None and _is_capturing(last.stream) == _is_capturing(stream):
         stream.wait_stream(last.stream)
     return _Turn(current_stream(device.index), stream)
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    if stream.cuda_stream == 0:  # never is, and to ask is an error while a blocking stream is captured
+        return False
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
