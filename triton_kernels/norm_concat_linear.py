@@ -439,6 +439,9 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
     weight_types, weight_origins, weight_constants, gain_scale = _weight_of(codes, call.shape, sources.dtype, weight)
     if not sources.gains:
         gain_scale = 1.0
+    # A plan for rows of any alignment has one binary for each kernel: a single row, whose stride counts as 0, must not
+    # get that of aligned rows, which adds the squares in another order.
+    rows = _ROWS if must_be_aligned else ()
     fp32, row_stride = pointer_to(torch.float32), _padded(D)
     launch = Launch(
         _norm_concat_linear_partial,
@@ -454,7 +457,7 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
         },
         device,
         aligned=_PARTIAL,
-        aligned_together=(*_ROWS, *_WEIGHTS),
+        aligned_together=(*rows, *_WEIGHTS) if must_be_aligned else (),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -472,6 +475,7 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
         weight + _count_tensors(weight_types),
         tiles.finalize_columns,
         {"NORM": call.norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
+        aligned_together=rows,
     )
     widths = (width // sources.entries,) * sources.entries
     launches = Launches(device, [Step(launch, grid, numbers), finalize], widths, must_be_aligned)
@@ -560,6 +564,7 @@ def _finalize(
     columns: int,
     constants: dict[str, object],
     scaling: _Scaling = _UNSCALED,
+    aligned_together: tuple[str, ...] = (),
 ) -> Step:
     """The finalize kernel. `source_types` are the types of its first arguments, up to eps. Bias, post gain and out are
     the operands from `bias` on."""
@@ -572,7 +577,7 @@ def _finalize(
         constants | scaling.constants | {"BD": BD, "BH": _STATISTICS_BLOCK},
         call.device,
         aligned=_PARTIAL,
-        aligned_together=_ROWS,
+        aligned_together=aligned_together,
         num_warps=min(max(BD // 512, 4), 16),
     )
     vectors = [address_of(bias + i) for i, given in enumerate((bias_dtype, post_gain_dtype)) if given is not None]

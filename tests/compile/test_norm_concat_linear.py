@@ -262,6 +262,17 @@ def test_two_binaries_for_all_of_a_plan(rows: range) -> None:
     assert len(specializations(made)) == 2
 
 
+@pytest.mark.parametrize(("H", "stride"), [(2001, None), (4096, 4097)], ids=["width", "stride"])
+def test_one_plan_for_all_T_has_one_binary_of_unaligned_rows(
+    H: int, stride: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stride of a single row counts as 0, and the finalize kernel of aligned rows adds squares in another order."""
+    monkeypatch.setattr(plan, "SETTINGS", replace(plan.SETTINGS, batch_invariant=True))
+    made = [call(90, N, 3, H, 4096, stride=stride, aligned=False) for N in (1, 2, 513)]
+    assert len(made[-1]) == 4  # a second round, of one row
+    assert len(specializations(made)) == 2
+
+
 def test_a_layer_needs_few_binaries() -> None:
     """All T of an EAGLE-3 fc and of first-layer qkv: four partial kernels; a finalize kernel for few and for many rows;
     norm_concat for the rest."""
