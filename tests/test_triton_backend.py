@@ -181,6 +181,19 @@ def test_an_amd_gpu_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert chosen.kernel is plan.Kernel.SPLIT and "on AMD's GPUs" in chosen.reason
 
 
+def test_an_amd_gpu_multiplies_in_fp32_where_torch_refuses_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A post norm or a bias in fp32 wants the sums of the library's product unrounded. A CPU's torch refuses it too."""
+    pytest.importorskip("triton")
+    kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    x, weight, out = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.empty(3, 5)
+    with pytest.raises(RuntimeError):
+        kernels._library_matmul_fp32(x, weight, None, out)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    kernels._library_matmul_fp32(x, weight, None, out)
+    assert torch.equal(out, x.float() @ weight.float().t())
+
+
 def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "gpu_of", lambda device: Gpu("NVIDIA A100", 80, 163 << 10))
     tiles = Tiles(BT=16, BD=32, BK=64, splits=2, swap=True, num_warps=4, num_stages=2, finalize_columns=64)

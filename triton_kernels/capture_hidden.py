@@ -73,7 +73,7 @@ def _prepare(
 ) -> Launch:
     rows = pointer_to(dtype)
     squares = pointer_to(torch.float32 if has_sum_squares else None)
-    block, num_warps = block_and_warps(H)
+    block, num_warps = block_and_warps(max(H, 1))  # rows without columns have a sum of squares too
     return Launch(
         _capture_hidden,
         (rows, I64, I64, rows if has_residual else NONE, I64, rows, I64, squares, I64),
@@ -88,9 +88,7 @@ def run(record: tuple) -> None:
     """One launch for a checked `CaptureHidden` record."""
     hidden, residual, out, sum_squares = record
     T, H = out.shape
-    if T == 0 or H == 0:
-        if sum_squares is not None:
-            sum_squares.zero_()  # rows without columns
+    if T == 0 or (H == 0 and sum_squares is None):
         return
     streams = hidden.shape[1] if hidden.dim() == 3 else 0
     numbers = [address(hidden), row_stride(hidden), hidden.stride(1) if streams > 1 else 0]

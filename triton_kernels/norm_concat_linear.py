@@ -718,6 +718,9 @@ def _dequantized_product(sources: Any, projection: Any, out: Tensor) -> None:
 
 
 def _library_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if out.is_inference() and not torch.is_inference_mode_enabled():  # torch's products refuse it; no kernel here does
+        with torch.inference_mode():
+            return _library_matmul(x, weight, bias, out)
     if torch.is_grad_enabled() and _is_trained(x, weight, bias, out):
         with torch.no_grad():
             return _library_matmul(x, weight, bias, out)
@@ -744,4 +747,10 @@ def _library_matmul_fp32(x: Tensor, weight: Tensor, _: Tensor | None, out: Tenso
     elif INTERPRETED:  # torch has this overload on CUDA only
         torch.mm(x.float(), weight.t().float(), out=out)
     else:
-        torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        try:
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        except RuntimeError:
+            if torch.version.hip is None:
+                raise
+            # AMD's torch refuses it in some versions, and with the BLAS of Composable Kernel in all.
+            torch.mm(x.float(), weight.t().float(), out=out)

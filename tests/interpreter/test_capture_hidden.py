@@ -45,3 +45,12 @@ def test_statistics_do_not_depend_on_T(cpu_isa: str) -> None:
     every_row = squares(hidden)
     for T in (1, 2, 7, 16):
         assert same_bits(every_row[20 - T :], squares(hidden[20 - T :]))
+
+
+@pytest.mark.parametrize(("T", "H"), [(0, 64), (3, 0)])
+def test_inference_statistics_of_nothing_are_written_outside_of_inference_mode(T: int, H: int, cpu_isa: str) -> None:
+    """As the statistics of other rows are: torch's own ops refuse it."""
+    with torch.inference_mode():
+        squares = torch.full((T,), torch.nan)
+    ek.capture_hidden(torch.empty(T, H), out=torch.empty(T, H), sum_squares=squares)
+    assert (squares == 0).all()

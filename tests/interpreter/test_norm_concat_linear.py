@@ -291,6 +291,16 @@ def test_chunks_of_several_aligned_widths(widths: tuple[int, ...], tiles: Tiles)
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(48)])
+def test_an_inference_tensor_is_written_outside_of_inference_mode(bias: torch.Tensor | None) -> None:
+    """As every other kernel does: torch's products, which end a call of many rows, refuse it."""
+    chunks, weight = [torch.randn(200, 64) for _ in range(2)], torch.randn(48, 128)
+    with torch.inference_mode():
+        out = torch.empty(200, 48)
+    ek.norm_concat_linear(chunks, weight, bias=bias, out=out)
+    assert torch.equal(out, ek.norm_concat_linear(chunks, weight, bias=bias))
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(48)])
 def test_the_registered_op_takes_a_weight_that_is_trained(bias: torch.Tensor | None) -> None:
     """An exported program calls it so: without the public function's check that no input requires grad."""
     chunks, gains, weight = [torch.randn(200, 64) for _ in range(2)], [torch.ones(64)] * 2, torch.randn(48, 128)
