@@ -308,7 +308,7 @@ class Launches:
             else:
                 origins, of_rows = [*step.grid, *step.numbers], [False] * 3 + step.launch.is_of_rows
                 threads = 32 * step.launch.num_warps
-                self._entries.append((len(values) + 2, step.launch))
+                self._entries.append((len(values) + _STEP_SIZES, step.launch))
             values += [threads, len(origins) - 3, *[0] * (2 * _BINARY_ENTRY)]
             for (kind, value), together in zip(origins, of_rows, strict=True):
                 values += kind, value, together
@@ -378,6 +378,7 @@ class Launches:
 
 
 _NUM_FUNCTIONS = 4  # the driver's, torch's three
+_STEP_SIZES = 2  # threads and the count of numbers, which come before a step's binaries
 _BINARY_ENTRY = 3  # function, bytes of shared memory, whether it is launched with PDL
 
 

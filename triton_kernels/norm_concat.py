@@ -130,7 +130,7 @@ def _prepare(
     width: int,
     device: torch.device,
 ) -> Launches:
-    return Launches(device, [step_of(sources, norm, num_eps, widths, width, device, sources.sum_squares + 1)])
+    return Launches(device, [step_of(sources, norm, num_eps, widths, width, device, sources.num_operands)])
 
 
 def step_of(
@@ -138,21 +138,18 @@ def step_of(
 ) -> Step:
     """The step of a call whose integers and floats are those of `numbers_of`. `out` is the position of the output."""
     block, num_warps = block_and_warps(max(widths))
+    norm_types = sources.gain_types, FP32, *sources.sum_squares_types, (FP32,) * num_eps
     launch = Launch(
         _norm_concat,
-        (
-            *(*sources.types, sources.gain_types, FP32, *sources.sum_squares_types),
-            *((FP32,) * num_eps, pointer_to(sources.dtype), I64),
-        ),
+        (*sources.types, *norm_types, pointer_to(sources.dtype), I64),
         {"WIDTHS": widths, "WIDTH": width, "NORM": norm, "BLOCK": block},
         device,
         aligned_together=_ROWS,
         num_warps=num_warps,
     )
-    numbers = [
-        *(*sources.origins, *sources.gain_origins, floating(0), *sources.sum_squares_origins),
-        *(*map(floating, range(1, 1 + num_eps)), address_of(out), row_stride_of(out)),
-    ]
+    eps = map(floating, range(1, 1 + num_eps))
+    norm_numbers = *sources.gain_origins, floating(0), *sources.sum_squares_origins, *eps
+    numbers = [*sources.origins, *norm_numbers, address_of(out), row_stride_of(out)]
     return Step(launch, (integer(0), integer(1), constant(1)), numbers)
 
 

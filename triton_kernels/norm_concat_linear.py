@@ -423,6 +423,11 @@ def _call_of(sources: Any, projection: Any, device: torch.device) -> tuple[_Call
     return tuple.__new__(_Call, of_call), operands
 
 
+# A call's `integers`: N and, of a split product, the address of its partial sums and the blocks of BT rows.
+_ROW_COUNT, _SUMS, _ROW_BLOCKS = map(integer, range(3))
+_NORM_OFFSET = floating(0)  # the first of its `floats`, before eps and the post norm's eps
+
+
 class _Split(NamedTuple):
     """What the calls of one signature share."""
 
@@ -435,7 +440,7 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
     sources, device, (D, width) = call.sources, call.device, call.shape
     H = width // num_chunks
     split_h = cdiv(cdiv(H, tiles.BK), tiles.splits) * tiles.BK
-    weight = sources.sum_squares + 1
+    weight = sources.num_operands
     weight_types, weight_origins, weight_constants, gain_scale = _weight_of(codes, call.shape, sources.dtype, weight)
     if not sources.gains:
         gain_scale = 1.0
@@ -462,16 +467,15 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
         num_stages=tiles.num_stages,
     )
     sizes = map(constant, (D, H, tiles.splits, split_h))
-    sums, row_blocks = integer(1), integer(2)
     of_sources = [*sources.origins, *sources.gain_origins, _NORM_OFFSET]
-    numbers = [*of_sources, *weight_origins, sums, constant(row_stride), _ROW_COUNT, *sizes]
-    grid = constant(cdiv(D, tiles.BD)), constant(num_chunks * tiles.splits), row_blocks
+    numbers = [*of_sources, *weight_origins, _SUMS, constant(row_stride), _ROW_COUNT, *sizes]
+    grid = constant(cdiv(D, tiles.BD)), constant(num_chunks * tiles.splits), _ROW_BLOCKS
     eps = [floating(1 + (k if call.num_eps > 1 else 0)) for k in range(num_chunks)]
     finalize = _finalize(
         call,
         (*sources.types, *sources.sum_squares_types, (FP32,) * num_chunks),
         [*sources.origins, *sources.sum_squares_origins, *eps],
-        sums,
+        _SUMS,
         weight + _count_tensors(weight_types),
         tiles.finalize_columns,
         {"NORM": call.norm, "WIDTHS": (H,) * num_chunks, "GAIN_SCALE": gain_scale, "SPLITS": tiles.splits},
@@ -480,10 +484,6 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
     widths = (width // sources.entries,) * sources.entries
     launches = Launches(device, [Step(launch, grid, numbers), finalize], widths, must_be_aligned)
     return _Split(launches, num_chunks * tiles.splits * row_stride)
-
-
-# The first of a call's `integers` and of its `floats`; the floats go on with eps and the post norm's eps.
-_ROW_COUNT, _NORM_OFFSET = integer(0), floating(0)
 
 
 def _split_product(sources: Any, projection: Any, out: Tensor, plan: Any) -> bool:
@@ -590,7 +590,7 @@ def _finalize(
 @prepared
 def _prepare_library(call: _Call, widths: tuple[int, ...], is_concatenated: bool) -> Launches:
     """norm_concat, torch's product and, for a post norm or a bias of another dtype, the finalize kernel."""
-    first = call.sources.sum_squares + 1
+    first = call.sources.num_operands
     weight, bias, _, out, normed, product = range(first, first + 6)
     x, steps = _concat(call, widths, is_concatenated, normed)
     if call.ends_in_product:
@@ -615,10 +615,12 @@ def _finalize_product(
     call: _Call, product: int, bias: int, num_matrices: int = 1, scaling: _Scaling = _UNSCALED
 ) -> Step:
     """The finalize kernel after products in fp32: one, or those of `num_matrices` matrices, which it adds."""
+    # With NORM "none" the kernel reads no source; the two arguments that cannot be absent get any number.
+    without_sources = (*[NONE] * 7, I64, (FP32,))  # x_ptrs to sum_squares_ptr, sum_squares_row_stride, eps
     return _finalize(
         call,
-        (*[NONE] * 7, I64, (FP32,)),
-        [constant(0), call.post_eps],  # not read where NORM is "none"
+        without_sources,
+        [constant(0), call.post_eps],
         address_of(product),
         bias,
         _FINALIZE_COLUMNS,
@@ -664,7 +666,7 @@ def _prepare_dequantized(
     """norm_concat; for each slice of the weight's rows its numbers, in one matrix or two, and torch's products of them;
     the finalize kernel."""
     (D, width), dtype, device = call.shape, call.sources.dtype, call.device
-    weight = call.sources.sum_squares + 1
+    weight = call.sources.num_operands
     types, origins, constants, _ = _weight_of(codes, call.shape, dtype, weight)
     bias = weight + _count_tensors(types)
     normed, sums, first = range(bias + 3, bias + 6)

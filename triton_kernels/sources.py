@@ -147,12 +147,13 @@ class Signature(NamedTuple):
 
     @property
     def gain_origins(self) -> list[Origin]:
-        return [address_of(self.sum_squares - self.gains + k) for k in range(self.gains)]
+        first = self.entries + len(self.residuals) + len(self.indices)
+        return [address_of(first + k) for k in range(self.gains)]
 
     @property
-    def sum_squares(self) -> int:
-        """The position of sum_squares, the last operand."""
-        return self.entries + len(self.residuals) + len(self.indices) + self.gains
+    def num_operands(self) -> int:
+        """Of the sources: the position of a call's first operand after them. The last of them is sum_squares."""
+        return self.entries + len(self.residuals) + len(self.indices) + self.gains + 1
 
     @property
     def sum_squares_types(self) -> tuple[str, str]:
@@ -161,7 +162,7 @@ class Signature(NamedTuple):
 
     @property
     def sum_squares_origins(self) -> list[Origin]:
-        position = self.sum_squares
+        position = self.num_operands - 1
         return [*([address_of(position)] if self.has_sum_squares else []), row_stride_of(position)]
 
 
