@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -129,6 +130,9 @@ class Packed {
       numbers_[i] = operands.number(origin);
       if (origin.of_rows) of_rows |= numbers_[i];
     }
+    // A driver's grid has 32 bits: it would be cut. Python raises the error.
+    constexpr int64_t kMaxExtent = std::numeric_limits<int32_t>::max();
+    if (*std::max_element(&numbers_[0], &numbers_[3]) > kMaxExtent) return false;
     // After the arguments Triton's kernels take pointers to Triton's scratch memory: null where they use none.
     std::fill_n(&numbers_[step.num_origins()], kUnused, 0);
     const bool aligned = of_rows % 16 == 0;

@@ -169,8 +169,12 @@ class Launch:
             is_aligned: the result of `is_aligned(numbers)`, where the caller has it already.
 
         Raises:
+            ValueError: the grid has 2^31 programs or more in one dimension.
             RuntimeError: the binary is not compiled yet and the stream is being captured into a CUDA graph.
         """
+        if max(grid) > _MAX_EXTENT:
+            op = self.kernel.fn.__module__.rpartition(".")[2]
+            raise ValueError(f"{op}: the rows take {max(grid)} programs, expected at most {_MAX_EXTENT}")
         if INTERPRETED:
             self.kernel[grid](*_nested(self.types, iter(numbers)), *self.constants)
             return
@@ -377,6 +381,7 @@ class Launches:
         self._has_binaries = True
 
 
+_MAX_EXTENT = 2**31 - 1  # of a grid
 _NUM_FUNCTIONS = 4  # the driver's, torch's three
 _STEP_SIZES = 2  # threads and the count of numbers, which come before a step's binaries
 _BINARY_ENTRY = 3  # function, bytes of shared memory, whether it is launched with PDL

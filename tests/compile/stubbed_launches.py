@@ -244,6 +244,20 @@ def calls_of_all_settings() -> None:
     ek.norm_concat_linear([torch.randn(200, H + 1).bfloat16()[:, 1:], *chunks[1:]], weight)
     del os.environ["EAGLE_KERNELS_BATCH_INVARIANT"]
     plan.clear()
+    more_programs_than_a_grid_has()
+
+
+def more_programs_than_a_grid_has() -> None:
+    """Nothing of these 8 GB is ever touched."""
+    N = 2**32 + 5
+    x, out = torch.zeros(1, 1).bfloat16().expand(N, 1), torch.empty(N, 1, dtype=torch.bfloat16)
+    ek.norm_concat([x[:9]], out=out[:9])
+    try:
+        ek.norm_concat([x], out=out)
+    except ValueError as error:
+        assert str(error) == f"norm_concat: the rows take {N} programs, expected at most {2**31 - 1}", error
+    else:
+        raise AssertionError("launched with a grid that was cut to 32 bits")
 
 
 launch, seen, types_at, made = launching.Launch.__call__, set(), {}, []
