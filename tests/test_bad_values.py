@@ -307,6 +307,30 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "QuantizedWeight: global_scale is nan, expected a number that is finite in torch.float32",
     ),
+    # bools and strings of numpy's and torch's, which float() takes
+    *(
+        (
+            lambda bad=bad: ek.norm_concat([rows()], eps=bad),
+            TypeError,
+            f"norm_concat: eps is a {type(bad).__name__}, expected a number or a sequence of numbers",
+        )
+        for bad in (np.bool_(True), np.array("1e-6"), torch.tensor(True))
+    ),
+    (
+        lambda: ek.norm_concat([rows()], norm_offset=torch.tensor(True)),
+        TypeError,
+        "norm_concat: norm_offset is a Tensor, expected a number",
+    ),
+    (
+        lambda: ek.norm_concat([rows()], norm_offset=bytearray(b"1")),
+        TypeError,
+        "norm_concat: norm_offset is a bytearray, expected a number",
+    ),
+    (
+        lambda: ek.AuxHiddenStates(torch.tensor(True), 2, H),
+        TypeError,
+        "AuxHiddenStates: max_tokens is a Tensor, expected an int",
+    ),
     # configs
     (lambda: ek.Eagle3QKVConfig(H, latent=8), TypeError, "Eagle3QKVConfig: latent is a int, expected two ints"),
     (

@@ -374,6 +374,13 @@ def test_a_rotation_that_is_refused_leaves_the_ids(arguments: dict, message: str
     assert ids.tolist() == [1, 2, 3, 4]
 
 
+def test_ids_of_inference_mode_rotate_outside_of_it() -> None:
+    """As every output here may be an inference tensor; torch refuses to write one."""
+    with torch.inference_mode():
+        ids = torch.tensor([1, 2, 3])
+    assert ek.rotate_token_ids(ids, torch.tensor([9]), torch.tensor([2])).tolist() == [2, 3, 9]
+
+
 def seven() -> torch.Tensor:
     return torch.full((2, H), 7.0).bfloat16()
 

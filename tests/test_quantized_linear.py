@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import eagle_kernels as ek
 from backends import environment_of, needs_packing
@@ -561,3 +562,47 @@ def test_a_buffer_that_does_not_fit_the_format_is_named(
     raises = pytest.raises((TypeError, ValueError), match=f"^norm_concat_linear: {re.escape(message)}")
     with environment_of(EAGLE_KERNELS_BACKEND=backend), UnchangedTensors([out]), raises:
         layer(chunks, out=out)
+
+
+@pytest.mark.parametrize("change", ["parameter", "parametrized"])
+def test_codes_that_are_no_buffer_are_named(change: str) -> None:
+    """It was a KeyError that said 'weight'."""
+    layer = eagle3("int8_row")
+    if change == "parameter":
+        layer.fc.weight = nn.Parameter(torch.randn(D, W).bfloat16(), requires_grad=False)
+    else:
+        parametrize.register_parametrization(layer.fc, "weight", nn.Identity())
+    message = "^norm_concat_linear: weight is no buffer of the layer, expected what int8_row stores, because"
+    with pytest.raises(RuntimeError, match=message):
+        layer([torch.randn(2, H).bfloat16() for _ in range(K)])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("format", ["fp8_row", "bf16_12bit"])
+def test_a_layer_is_whole_at_every_step_of_a_move_and_of_a_reload(format: str, bias: bool) -> None:
+    """In a move the bias was taken out, and a reload put uninitialized exponents in, which other threads met."""
+    layer = eagle3(format, bias=bias)
+    chunks = [torch.randn(2, H).bfloat16() for _ in range(K)]
+    expected, seen = layer(chunks), []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.equal(layer(chunks), expected))
+        return tensor
+
+    class Looking(dict):  # a state_dict, at each of whose tensors the layer is called
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return look(super().__getitem__(name))
+
+    layer._apply(look)
+    assert len(seen) == len(layer.state_dict())
+    layer.fc._load_from_state_dict(Looking(layer.fc.state_dict()), "", {}, True, [], [], [])
+    assert all(seen)
+    assert len(seen) > len(layer.state_dict())
+
+
+def test_a_move_changes_the_dtype_of_the_bias_alone() -> None:
+    layer = eagle3("nvfp4", bias=True)
+    before = {name: tensor.dtype for name, tensor in layer.fc.state_dict().items()}
+    after = {name: tensor.dtype for name, tensor in layer.half().fc.state_dict().items()}
+    assert after == before | {"bias": torch.float16}
+    assert not layer.fc.bias.requires_grad

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import checks
 from .dispatch import is_plain
 from .ops.add_rms_norm import add_rms_norm
-from .ops.call import run
+from .ops.call import copied, run
 from .ops.capture_hidden import CaptureHidden, capture_hidden
 from .plan import choose
 
@@ -282,7 +282,7 @@ def rotate_token_ids(ids: Tensor, next_ids: Tensor, last_rows: Tensor) -> Tensor
         raise checks.shape_error(op, "last_rows", last_rows, str(tuple(next_ids.shape)), "next_ids has that shape")
     # ids is written last: on the CPU an index that is out of range raises before ids changes.
     try:
-        return ids.copy_(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids))
+        return copied(ids.roll(-1).index_copy_(0, last_rows.long(), next_ids), ids)
     except IndexError:
         expected = f"rows in [0, {ids.shape[0]})"
         raise checks.error(ValueError, op, "last_rows has a row outside of ids", expected) from None

@@ -4,6 +4,7 @@ TypeError for types and dtypes, ValueError for shapes and values, RuntimeError f
 first write, so a call that raises leaves `out` and every buffer as they were.
 """
 
+import contextlib
 import inspect
 import operator
 import os
@@ -40,15 +41,24 @@ def codes_error(op: str, name: str, tensor: object, because: str = "codes need t
     return error(TypeError, op, got, "a floating-point dtype of 16 bits or more", because)
 
 
+def _is_number(value: Any) -> bool:
+    """False for a bool and a string, also one of numpy's or torch's, whose float() takes both."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, (str, bytes, bytearray, bool)) or dtype is torch.bool:
+        return False
+    return getattr(dtype, "kind", None) not in ("b", "U", "S")
+
+
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
     """Any integer of 64 bits (Python's, numpy's) as an int; a bool is refused."""
-    number: Any
-    try:
-        # `index` would make a constant of a traced size.
-        number = value if isinstance(value, torch.SymInt) or type(value) is int else operator.index(value)
-    except (TypeError, RuntimeError):  # RuntimeError: a meta tensor
-        number = None
-    if number is None or isinstance(value, bool):
+    number: Any = None
+    # `index` would make a constant of a traced size.
+    if isinstance(value, torch.SymInt) or type(value) is int:
+        number = value
+    elif _is_number(value):
+        with contextlib.suppress(TypeError, RuntimeError):  # RuntimeError: a meta tensor
+            number = operator.index(value)
+    if number is None:
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", "an int")
     if not -(2**63) <= number < 2**63:  # torch's sizes are such
         raise error(ValueError, op, f"{name} is beyond 64 bits", "an int of 64 bits")
@@ -65,7 +75,7 @@ def check_sizes(op: str, config: object, *names: str) -> None:
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
     """Any real number (Python's, numpy's) as a float; strings and bools are refused."""
-    if isinstance(value, (str, bytes, bool)):
+    if not _is_number(value):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
         return float(value)

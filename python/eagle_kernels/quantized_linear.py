@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from . import bf16_12bit, checks
 from .huge_pages import use_huge_pages
 from .ops.norm_concat_linear_quantized import QuantizedProjection, can_read_codes
+from .ops.projection import OP
 from .quantized_checkpoint import OF_WEIGHT
 from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quantize, warn_of_dequantizing
 
@@ -96,7 +97,12 @@ class QuantizedLinear(_LoadsWhole):
     def quantized(self) -> QuantizedWeight:
         """The buffers as they are now."""
         buffers: dict[str, Any] = self._buffers
-        codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_scale_2"]
+        try:
+            codes, scales, global_scale = buffers["weight"], buffers["weight_scale"], buffers["weight_scale_2"]
+        except KeyError as missing:  # as after `layer.weight = nn.Parameter(...)`
+            because = "a parameter or a parametrization has no codes: assign a dense layer in place of this one"
+            got = f"{missing.args[0]} is no buffer of the layer"
+            raise checks.error(RuntimeError, OP, got, f"what {self.format} stores", because) from None
         return QuantizedWeight.of_tensors(codes, scales, global_scale, self.format, self.block)
 
     def has_tensors_like(self, weight: QuantizedWeight) -> bool:
@@ -142,29 +148,27 @@ class QuantizedLinear(_LoadsWhole):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}weight_scale")
         if self.format == COMPRESSED and given is not None and self.wrong_in(state_dict, prefix) is None:
-            # Another weight has another number of exceptions. No CUDA graph reads this buffer: it is on a CPU.
-            self.weight_scale = torch.empty(given.shape, dtype=given.dtype, device=self.quantized.scales.device)
+            own = self.quantized.scales
+            if given.shape != own.shape:
+                # Another weight has another number of exceptions. No CUDA graph reads this buffer: it is on a CPU.
+                self.weight_scale = torch.empty(given.shape, dtype=given.dtype, device=own.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, format={self.format}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        bias = self._parameters.get("bias")
+
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+            return moved if tensor is bias or moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        if "bias" not in self._parameters:  # it is parametrized: in a child, and takes the dtype
-            for child in self.children() if recurse else ():
-                child._apply(fn)
-            return super()._apply(keep_dtype, recurse=False)
-        bias = self._parameters.pop("bias")
-        try:
-            super()._apply(keep_dtype, recurse)
-            bias = None if bias is None else nn.Parameter(fn(bias), requires_grad=False)
-        finally:  # a missing or full device raises, and the layer stays complete
-            self._parameters["bias"] = bias
-        return self
+        if "bias" in self._parameters:
+            return super()._apply(keep_dtype, recurse)
+        for child in self.children() if recurse else ():  # it is parametrized: in a child, and takes the dtype
+            child._apply(fn)
+        return super()._apply(keep_dtype, recurse=False)
 
 
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
