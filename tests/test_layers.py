@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import eagle_kernels as ek
 from backends import environment_of, needs_packing
+from eagle_kernels import layers
+from eagle_kernels.ops.sources import Sources
 from eagle_kernels.quantized_weight import FORMATS
 from guards import UnchangedTensors, same_bits
 
@@ -272,6 +274,23 @@ def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
     with pytest.raises(RuntimeError, match="no such device"):
         layer._apply(fail)
     assert layer.fc.packed is not None and layer.fc.weight is None and torch.equal(layer(chunks), before)
+
+
+@needs_packing
+def test_a_packed_layer_that_is_unpacked_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, which moves or reloads it: an AssertionError without a word."""
+    layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
+    before, concatenate = layer(chunks), layers.concatenate
+
+    def unpack(sources: Sources) -> torch.Tensor:
+        normed = concatenate(sources)
+        layer.fc.unpack()
+        return normed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layers, "concatenate", unpack)
+        assert torch.equal(layer(chunks), before)
+    assert layer.fc.packed is None
 
 
 @needs_packing

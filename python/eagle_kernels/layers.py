@@ -214,11 +214,11 @@ class Eagle3Projection(LoadsProjections):
         sources = Sources.of_module(
             "norm_concat_linear", chunks, K, norm, gains, [eps], norm_offset, residuals, indices, statistics
         )
-        if not getattr(fc, "is_packed", False):
+        if (packed := getattr(fc, "packed_weight", None)) is None:
             return project_onto(fc, sources, eps, out)
         normed = concatenate(sources)  # which checks the sources
-        fc.check(sources)
-        projected = fc.product(normed)
+        fc.check(sources, packed)
+        projected = fc.product(normed, packed)
         if out is None:
             return projected
         _check_out(sources, out, fc.out_features, ("bias", fc.bias))

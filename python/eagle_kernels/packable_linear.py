@@ -62,9 +62,11 @@ class PackableLinear(DenseLinear):
             self.packed = None
 
     @property
-    def is_packed(self) -> bool:
-        """False while `functional_call` has put a weight in the parameter's place."""
-        return self.packed is not None and self._parameters["weight"] is None
+    def packed_weight(self) -> Tensor | None:
+        """None while the layer is dense, and while `functional_call` has put a weight in the parameter's place. A call
+        reads it once: another thread may unpack it meanwhile, to move or reload it."""
+        packed = self.packed
+        return packed if packed is not None and self._parameters["weight"] is None else None
 
     def pack(self) -> None:
         if self.packed is None:
@@ -78,10 +80,9 @@ class PackableLinear(DenseLinear):
     def _dense(self, packed: Tensor) -> Tensor:
         return packed.to_dense()[:, : self.in_features].contiguous()
 
-    def check(self, sources: Sources) -> None:
+    def check(self, sources: Sources, packed: Tensor) -> None:
         """As `Projection.check`, for a packed weight: else x would be padded, or oneDNN raise errors of its own."""
-        assert self.packed is not None
-        first, dtype, device = sources.chunks[0], self.packed.dtype, self.packed.device
+        first, dtype, device = sources.chunks[0], packed.dtype, packed.device
         if dtype != first.dtype:
             because = f"chunks[0] has dtype {first.dtype}"
             raise checks.error(TypeError, OP, f"weight has dtype {dtype}", str(first.dtype), because)
@@ -93,9 +94,9 @@ class PackableLinear(DenseLinear):
         check_epilogue(sources, self.out_features, self.bias, None, 0.0)
         checks.check_inference(OP, (self.bias,))
 
-    def product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor, packed: Tensor) -> Tensor:
         """x @ weight^T + bias from the packed weight."""
-        operands = in_whole_tiles(x), self.packed, self.bias, self.out_features
+        operands = in_whole_tiles(x), packed, self.bias, self.out_features
         return _product(*operands) if is_plain(*operands[:3]) else registered_ops.packed_linear(*operands)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
