@@ -307,14 +307,14 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "QuantizedWeight: global_scale is nan, expected a number that is finite in torch.float32",
     ),
-    # bools and strings of numpy's and torch's, which float() takes
+    # bools, strings and complex numbers of numpy's and torch's, which float() takes
     *(
         (
             lambda bad=bad: ek.norm_concat([rows()], eps=bad),
             TypeError,
             f"norm_concat: eps is a {type(bad).__name__}, expected a number or a sequence of numbers",
         )
-        for bad in (np.bool_(True), np.array("1e-6"), torch.tensor(True))
+        for bad in (np.bool_(True), np.complex64(1j), np.array("1e-6"), torch.tensor(True))
     ),
     (
         lambda: ek.norm_concat([rows()], norm_offset=torch.tensor(True)),

@@ -42,11 +42,11 @@ def codes_error(op: str, name: str, tensor: object, because: str = "codes need t
 
 
 def _is_number(value: Any) -> bool:
-    """False for a bool and a string, also one of numpy's or torch's, whose float() takes both."""
+    """False for a bool, a string and a complex number, also one of numpy's or torch's, which float() takes."""
     dtype = getattr(value, "dtype", None)
     if isinstance(value, (str, bytes, bytearray, bool)) or dtype is torch.bool:
         return False
-    return getattr(dtype, "kind", None) not in ("b", "U", "S")
+    return getattr(dtype, "kind", None) not in ("b", "c", "U", "S")
 
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
