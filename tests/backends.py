@@ -12,26 +12,30 @@ from eagle_kernels import environment, library, plan
 @contextlib.contextmanager
 def environment_of(**variables: str) -> Iterator[None]:
     """The package as it behaves under these environment variables."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            plan.clear()
+            yield
+    finally:  # a test that fails must not leave its plans to those behind it
         plan.clear()
-        yield
-    plan.clear()
 
 
 @contextlib.contextmanager
 def fused_up_to(rows: int) -> Iterator[None]:
     """The package as it behaves where plans take the fused CPU kernel for up to `rows` rows, and the one for few rows
     never; -1: neither."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "DENSE_DOTS_ROWS", {})
-        for limits in plan.FUSED_ROWS.values():
-            for isa in limits:
-                patch.setitem(limits, isa, rows)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plan, "DENSE_DOTS_ROWS", {})
+            for limits in plan.FUSED_ROWS.values():
+                for isa in limits:
+                    patch.setitem(limits, isa, rows)
+            plan.clear()
+            yield
+    finally:
         plan.clear()
-        yield
-    plan.clear()
 
 
 def usable_isas() -> list[str]:

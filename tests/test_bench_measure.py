@@ -1,5 +1,6 @@
 """Timing, statistics and rotation of the benchmark, on which its figures rest."""
 
+import gc
 import itertools
 import math
 import random
@@ -85,6 +86,32 @@ def test_a_copy_comes_back_only_after_all_others(variants: int, copies: int) -> 
     interleave([lambda copy: None] * variants, copies, min_time=20, timer=timer)
     for start in range(len(order) - copies):
         assert len(set(order[start : start + copies])) == copies
+
+
+def test_no_collection_is_timed_and_collecting_goes_on_afterwards() -> None:
+    enabled: list[bool] = []
+    interleave([lambda copy: enabled.append(gc.isenabled())], 1, min_time=0.0)
+    assert not any(enabled) and gc.isenabled()
+    gc.disable()
+    try:
+        interleave([lambda copy: None], 1, min_time=0.0)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_without_compiled_kernels_torch_streams_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.library, "unsupported_reason", "there is no library")
+    ceilings = measure.Ceilings("cpu", 1 << 16, 1.25, 1 << 40)
+    assert not ceilings.are_streams and ceilings.beside() == ()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(999, "999 B"), (1000, "1 kB"), (10**6, "1 MB"), (10**9 - 10**7, "990 MB"), (10**9, "1 GB"), (2.5e9, "2.5 GB")],
+)
+def test_bytes_in_the_largest_unit_that_they_fill(count: int, text: str) -> None:
+    assert measure.format_bytes(count) == text
 
 
 def test_rounds_alternate_direction() -> None:

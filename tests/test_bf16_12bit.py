@@ -278,6 +278,22 @@ def test_a_layer_keeps_its_results_and_its_state() -> None:
     assert same_bits(other.fc.quantized.dequantize(), dense)
 
 
+def test_a_layer_keeps_its_weight_where_another_does_not_fit() -> None:
+    """Its exponents were about to be replaced by those of another number of exceptions."""
+    kept, other = weight_of("normal", 80, 288), weight_of("any bits", 80, 288)
+    layer = ek.Eagle3Projection(ek.Eagle3Config(3, 96, 80), dtype=torch.bfloat16)
+    layer.fc.weight.data.copy_(kept)
+    layer.quantize(COMPRESSED)
+    codes = compress(other)
+    assert codes.scales.shape != layer.fc.weight_scale.shape
+    for module, prefix in ((layer, "fc."), (layer.fc, "")):
+        with pytest.raises(RuntimeError, match=rf"{prefix}weight has shape"):
+            module.load_state_dict({f"{prefix}weight": codes.codes[:79], f"{prefix}weight_scale": codes.scales})
+        assert same_bits(layer.fc.quantized.dequantize(), kept)
+    layer.load_state_dict({"fc.weight": codes.codes, "fc.weight_scale": codes.scales})
+    assert same_bits(layer.fc.quantized.dequantize(), other)
+
+
 def test_a_layer_elsewhere_is_refused() -> None:
     layer = ek.Eagle3Projection(ek.Eagle3Config(3, 96, 80), dtype=torch.bfloat16, device="meta")
     with pytest.raises(RuntimeError, match=r"the weight is on meta, expected on cpu for bf16_12bit"):

@@ -530,6 +530,7 @@ def test_the_engines_capture_v41_on_different_sides_of_the_engram(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"architectures": [["DFlashDraftModel"]]}, "architectures is [['DFlashDraftModel']], expected one of "),
         (
             {"architectures": ["LlamaForCausalLMEagle3"]},
             "architectures is ['LlamaForCausalLMEagle3'], expected one of ",
@@ -591,6 +592,9 @@ def test_a_drafter_that_is_not_supported_is_refused(changes: dict, message: str)
     ("changes", "message"),
     [
         ({"num_layers": 0}, "num_layers is 0, expected at least 1"),
+        ({"num_chunks": 2**26}, f"K={2**26} chunks of H={HT} have {2**26 * HT} columns, expected at most "),
+        ({"hidden_size": 2**31}, f"K=1 chunks of H={2**31} have {2**31} columns, expected at most "),
+        ({"num_layers": 2**25}, f"K={2**25} chunks of H=128 have {2**32} columns, expected at most "),
         ({"k_norm": "layer"}, "k_norm is 'layer', expected 'weight' or 'unit' or 'none'"),
         ({"head_dim": 2048}, "head_dim is 2048, expected at most 1024"),
         ({"norm_width": 33}, "norm_width is 33, expected 1 to head_dim = 32"),

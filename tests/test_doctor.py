@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from eagle_kernels.bench import cli
-from eagle_kernels.bench.doctor import examine, pair
+from eagle_kernels.bench.doctor import examine, modelopt, nextn, pair, served
 
 import eagle_kernels as ek
 from eagle_kernels.engines import scales
@@ -1733,6 +1733,14 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
     "biases of q, k and v": (
         lambda c: (with_attention(c, attention_bias=True), with_biases(c)),
         [("engine-flags", (SGLANG,), "takes attention_bias for False, and the drafter was trained with True")],
+    ),
+    "biases of q, k and v in speculators' format, which SGLang does not read": (
+        lambda c: (
+            with_attention(c, attention_bias=True),
+            with_biases(c),
+            c.drafter.update(speculators_model_type="eagle3", norm_output=True),
+        ),
+        [("format", (SGLANG,), "does not know the format of speculators")],
     ),
     "biases that the config does not have": (
         lambda c: (with_attention(c), with_biases(c)),
@@ -3609,8 +3617,46 @@ def test_schemes_that_an_engine_lacks(name: str, format: str | None, tmp_path: P
     found = [each for each in examine(*checkpoints.save(tmp_path)).findings if "no scheme of compressed" in each.text]
     engines = [engine for engine in pair.ENGINES if any(pair.ENGINES[engine][0] in each.engines for each in found)]
     assert tuple(engines) == SCHEMES[name][3]
-    assert any(" but on sm_90 for " in each.text for each in found) == (name == "W4AFP8")
+    of_sm_90 = [each for each in found if " but on sm_90 for " in each.text]
+    assert bool(of_sm_90) == (name == "W4AFP8") and not any(SGLANG in each.engines for each in of_sm_90)
     assert all(f"format {SCHEMES[name][2]}" in each.text for each in found)
+
+
+def test_each_engine_reads_one_list_of_model_optimizer_s() -> None:
+    """Where the keys stand at the top and in `quantization` too, SGLang reads the former and vLLM the latter."""
+    nested = {"quant_algo": "NVFP4", "exclude_modules": ["nested"]}
+    both = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["flat"], "quantization": nested}
+    flat = {name: value for name, value in both.items() if name != "quantization"}
+    beside = {"hf_quant_config.json": {"exclude_modules": ["beside"]}}
+    for config, engine, expected in (
+        (both, "sglang", ["flat"]),
+        (both, "vllm", ["nested"]),
+        (flat, "sglang", ["flat"]),
+        (flat, "vllm", ["flat"]),
+        # Without a quant_method it is what hf_quant_config.json says, of which SGLang reads exclude_modules alone.
+        ({"quant_algo": "NVFP4", "ignore": ["flat"], "exclude_modules": ["own"]}, "sglang", ["own"]),
+        (flat | {"quant_algo": "MIXED_PRECISION", "ignore": ["flat"]} | beside, "sglang", ["flat"]),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} | beside, "sglang", ["beside"]),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"} | beside, "sglang", []),
+        ({"quantization": nested}, "sglang", ["nested"]),
+        ({"quantization": nested}, "vllm", ["nested"]),
+    ):
+        read = modelopt.read_by(config, engine, of_experts=False, is_inline="quant_method" in config)
+        assert read["ignore"] == expected, (config, engine)
+
+
+@pytest.mark.parametrize(("method", "key"), [("quark", "exclude"), ("fp8", "modules_to_not_convert")])
+def test_quark_alone_leaves_out_a_whole_layer_of_nextn(method: str, key: str) -> None:
+    """The class looks for its layer in Quark's exclude only (`_resolve_nextn_quant_config`)."""
+    drafter = SimpleNamespace(quantization={"quant_method": method, key: ["model.layers.61"]}, num_layers=61)
+    assert nextn.is_unquantized(drafter, ["DeepseekV3ForCausalLMNextN"]) == (method == "quark")
+    assert not nextn.is_unquantized(drafter, ["GlmMoeDsaForCausalLMNextN"])
+
+
+def test_vllm_s_names_of_eagle_drafters() -> None:
+    names = ("EagleLlamaForCausalLM", "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+    assert [*map(served.eagle_in_vllm, names[:2])] == ["EagleLlamaForCausalLM", "EagleLlamaForCausalLM"]
+    assert [*map(served.eagle3_in_vllm, names[1:])] == ["Eagle3LlamaForCausalLM", names[2], names[3]]
 
 
 def test_experts_have_other_schemes(tmp_path: Path) -> None:

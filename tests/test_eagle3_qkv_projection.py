@@ -96,6 +96,13 @@ def test_every_rank_has_its_heads(name: str, dtype: torch.dtype, tp_size: int) -
         assert layer(hidden, ids, table=table, out=out)[0] is out and same_bits(out, qkv)
 
 
+def test_without_a_number_of_key_value_heads_every_head_has_its_own() -> None:
+    config = ek.Eagle3QKVConfig.from_hf({"hidden_size": H, "num_attention_heads": 8})
+    assert ek.Eagle3QKVConfig(H, latent=[24, 16]) == ek.Eagle3QKVConfig(H, latent=(24, 16))
+    of_rank = (H // 2, H)
+    assert config.rows(1, 2) == {"q_proj": of_rank, "k_proj": of_rank, "v_proj": of_rank}
+
+
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0.", "model.layers.0.", "model.midlayer."])
 def test_the_layer_is_found_behind_any_prefix(prefix: str) -> None:
     weights = checkpoint("llama", prefix)
@@ -210,6 +217,18 @@ ERRORS = {
         lambda: ek.Eagle3QKVConfig.from_hf({"hidden_size": H}),
         "Eagle3QKVConfig.from_hf: num_attention_heads is missing, expected the drafter's",
     ),
+    "path": (
+        lambda: ek.Eagle3QKVConfig.from_hf("config.json"),
+        "Eagle3QKVConfig.from_hf: config is a str, expected a dict or a Hugging Face config object",
+    ),
+    "kv-heads": (
+        lambda: ek.Eagle3QKVConfig(H, num_kv_heads=0),
+        "Eagle3QKVConfig: num_kv_heads is 0, expected at least 1",
+    ),
+    "eps": (
+        lambda: ek.Eagle3QKVConfig(H, eps=-1.0),
+        "Eagle3QKVConfig: eps is -1.0, expected a finite fp32 number of at least 0",
+    ),
     "flag": (
         lambda: ek.Eagle3QKVConfig.from_hf(LLAMA | {"norm_before_residual": "no"}),
         "Eagle3QKVConfig.from_hf: norm_before_residual is 'no', expected True or False",
@@ -229,6 +248,11 @@ ERRORS = {
     "shards": (
         lambda: ek.Eagle3QKVProjection(ek.Eagle3QKVConfig(H, 8, 2), tp_size=3),
         "Eagle3QKVProjection: tp_size is 3, expected whole heads on each rank, because there are 8 heads and 2 "
+        "key-value heads",
+    ),
+    "shards-of-keys": (
+        lambda: ek.Eagle3QKVProjection(ek.Eagle3QKVConfig(H, 12, 3), tp_size=2),
+        "Eagle3QKVProjection: tp_size is 2, expected whole heads on each rank, because there are 12 heads and 3 "
         "key-value heads",
     ),
     "embedding": (

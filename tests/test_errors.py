@@ -814,6 +814,30 @@ def test_slots_of_one_buffer_do_not_overlap() -> None:
         ek.norm_concat([slots[0]], out=buffer[:, H - 1 : 2 * H - 1])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_stride_of_a_single_column_is_free(backend: str) -> None:
+    hidden, residual = (rows(3, T).t()[:, :1] for _ in range(2))
+    assert hidden.stride() == (1, T)
+    with environment_of(EAGLE_KERNELS_BACKEND=backend):
+        assert same_bits(ek.norm_concat([hidden], norm="none"), hidden.contiguous())
+        total = ek.add_rms_norm(hidden, residual, rows(1))[1]
+        assert same_bits(total, (hidden + residual).contiguous())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_vector_between_the_rows_of_out_does_not_overlap(backend: str) -> None:
+    hidden, weight = rows(T, H), rows(H)
+    with environment_of(EAGLE_KERNELS_BACKEND=backend):
+        expected = ek.add_rms_norm(hidden, hidden, weight)[0]
+        for row in (0, T // 2, T - 1):
+            buffer = rows(T, 2 * H)
+            buffer[row, H:] = weight
+            ek.add_rms_norm(hidden, hidden, buffer[row, H:], out=buffer[:, :H])
+            assert same_bits(buffer[:, :H].clone(), expected)
+            with pytest.raises(ValueError, match=r"^add_rms_norm: out overlaps weight, "):
+                ek.add_rms_norm(hidden, hidden, buffer[row, H - 1 : 2 * H - 1], out=buffer[:, :H])
+
+
 @pytest.mark.parametrize("rows_apart", [1, 3])
 def test_shifted_rows_of_one_buffer_overlap(rows_apart: int) -> None:
     buffer = rows(T + rows_apart, H)
@@ -858,6 +882,19 @@ def test_numbers_of_every_kind_are_numbers(number: object) -> None:
                 assert same_bits(call(number), call(0.5))
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [(T, H), (H,)], ids=["rows", "one-row"])
+def test_inputs_that_require_grad_are_taken_without_grad_mode(shape: tuple[int, ...], backend: str) -> None:
+    hidden, weight = rows(*shape).requires_grad_(), nn.Parameter(rows(H))
+    with environment_of(EAGLE_KERNELS_BACKEND=backend):
+        with torch.no_grad():
+            normed, total = ek.add_rms_norm(hidden, hidden, weight)
+        expected = ek.add_rms_norm(hidden.detach(), hidden.detach(), weight.detach())
+    assert same_bits(normed, expected[0]) and same_bits(total, expected[1])
+    with pytest.raises(RuntimeError, match=r"^add_rms_norm: an input requires grad, "):
+        ek.add_rms_norm(hidden, hidden, weight)
+
+
 @pytest.mark.parametrize(
     "number",
     [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2), 1],
@@ -865,8 +902,13 @@ def test_numbers_of_every_kind_are_numbers(number: object) -> None:
 def test_those_of_a_config_are_floats(number: object) -> None:
     """Modules pass them to the ops unchanged: a compiled Eagle3Projection failed on a norm_offset of numpy's."""
     eagle = ek.Eagle3Config(2, H, D, chunk_norm=True, eps=number, norm_offset=number)
-    mtp = ek.MTPConfig(H, enorm_eps=number, hnorm_eps=number, norm_offset=number)
-    for field in (eagle.eps, eagle.norm_offset, mtp.enorm_eps, mtp.hnorm_eps, mtp.norm_offset):
+    mtp = ek.MTPConfig(H, enorm_eps=number, hnorm_eps=number, norm_offset=number, embedding_scale=number)
+    context, qkv = (
+        ek.ContextKVConfig(1, H, H, 1, 1, 4, eps=number, norm_offset=number),
+        ek.Eagle3QKVConfig(H, eps=number),
+    )
+    of_mtp = (mtp.enorm_eps, mtp.hnorm_eps, mtp.norm_offset, mtp.embedding_scale)
+    for field in (eagle.eps, eagle.norm_offset, *of_mtp, context.eps, context.norm_offset, qkv.eps):
         assert type(field) is float and field == float(number)
 
 
@@ -874,12 +916,15 @@ def shard_rows(shard: ek.VocabShard) -> Tensor:
     return torch.arange(shard.rows * H).view(shard.rows, H).bfloat16()
 
 
-@pytest.mark.parametrize("op", ["add_rms_norm", "norm_concat"])
-def test_the_registered_ops_take_matrices(op: str) -> None:
+@pytest.mark.parametrize("op", ["add_rms_norm", "norm_concat", "capture_hidden_out"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_the_registered_ops_take_matrices(op: str, backend: str) -> None:
     row = rows(H)
     arguments = {
+        "capture_hidden_out": (row, None, torch.empty_like(row), None),
         "add_rms_norm": (row, row, row, 1e-6, 0.0),
         "norm_concat": ([row], 1, "none", [], [0.0], 0.0, [], [], None),
     }
-    with pytest.raises(ValueError, match=rf"^{op}: (hidden|chunks\[0\]) has shape \(8,\), expected \(T, H\)$"):
+    message = rf"^{op.removesuffix('_out')}: (hidden|chunks\[0\]) has shape \(8,\), expected \(T, H\)$"
+    with environment_of(EAGLE_KERNELS_BACKEND=backend), pytest.raises(ValueError, match=message):
         getattr(torch.ops.eagle_kernels, op)(*arguments[op])

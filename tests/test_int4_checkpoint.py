@@ -365,6 +365,10 @@ BROKEN = {
         "the checkpoint says format 'bitblas', expected 'gptq' or 'gptq_v2', because fc.qweight is gptq, of which "
         "nothing else is read",
     ),
+    "zeros-of-64-bits": (
+        change("gptq", lambda t, c: t.update(qzeros=t["qzeros"].long())),
+        "fc.qzeros has dtype torch.int64, expected torch.int32",
+    ),
     "two-versions": (
         change("gptq-named", lambda t, c: c.update(format="gptq_v2")),
         "the checkpoint says checkpoint_format 'gptq' and format 'gptq_v2', expected the same of both, because one "
@@ -484,6 +488,8 @@ def test_what_is_broken_is_named_and_copies_nothing(case: str, tmp_path: Path) -
             {"bits": 8, "to_quant_block_names": ["layers"], "extra_config": {"fc": {"bits": 4, "data_type": "int"}}},
             id="in-no-block-and-named",
         ),
+        pytest.param("auto-round-auto_round:auto_gptq", {"autoround_version": "0.5.1"}, id="gptq-of-auto-round-0.5"),
+        pytest.param("auto-round-auto_round:gptqmodel", {"autoround_version": "0.6.0"}, id="gptqmodel-since-0.6"),
         pytest.param("awq", {"w_bit": 4, "q_group_size": GROUP}, id="awq"),
         pytest.param("gptq", {"dynamic": {"-:fc": {}, "+:lm_head": {"bits": 8}}}, id="of-other-layers"),
         pytest.param("pack-symmetric", in_group(symmetric=True, actorder="weight"), id="group"),

@@ -453,6 +453,8 @@ def test_a_scale_keeps_its_value_where_weights_lose_theirs() -> None:
         embedding.to_empty(device="cpu").load_state_dict({"weight": full})
         assert torch.equal(embedding(ids), full * scale)
     assert embedding.to("meta").to_empty(device="cpu").scale_tensor == scale
+    embedding.scale_tensor.fill_(3)
+    assert embedding.float().scale_tensor == 3
     scale.mul_(2)
     assert torch.equal(ek.VocabParallelEmbedding(64, H, scale=scale).float().scale_tensor, scale.float())
 

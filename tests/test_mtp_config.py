@@ -115,11 +115,22 @@ ERRORS = [
         id="width",
     ),
     pytest.param(
+        lambda: ek.MTPConfig.from_hf({"model_type": "step5", "zero_centered": 1} | TEXT, engine="vllm"),
+        "MTPConfig.from_hf: zero_centered is 1, expected one of [True, False], because another norm is no RMSNorm",
+        id="offset",
+    ),
+    pytest.param(
         lambda: ek.MTPConfig(8, order="hidden"),
         "MTPConfig: order is 'hidden', expected 'embed,hidden' or 'hidden,embed'",
         id="order",
     ),
     pytest.param(lambda: ek.MTPConfig(0), "MTPConfig: hidden_size is 0, expected at least 1", id="H"),
+    pytest.param(
+        lambda: ek.MTPConfig(2**30, 8),
+        f"MTPConfig: K=2 chunks of H={2**30} have {2**31} columns, expected at most {2**31 - 4096}, because int32 "
+        "counts them",
+        id="columns",
+    ),
     pytest.param(lambda: ek.MTPConfig(8, 2.5), "MTPConfig: out_features is a float, expected an int", id="D"),
     pytest.param(lambda: ek.MTPConfig(8, enorm_eps="x"), "MTPConfig: enorm_eps is a str, expected a number", id="eps"),
     pytest.param(

@@ -324,6 +324,11 @@ def test_from_hf() -> None:
             {"order": "hidden,embed"},
             "order is 'hidden,embed', normed True, bias False, expected 'embed,hidden', True, False, ",
         ),
+        (
+            {"normed": False},
+            "order is 'embed,hidden', normed False, bias False, expected 'embed,hidden', True, False, ",
+        ),
+        ({"bias": True}, "order is 'embed,hidden', normed True, bias True, expected 'embed,hidden', True, False, "),
         ({"num_streams": 2**30}, f"K={2**30} chunks of H=72 have "),
     ],
 )
@@ -350,9 +355,26 @@ def test_a_config_that_no_family_has_is_refused(config: dict, message: str) -> N
             {"hidden": torch.randn(5, S, H).bfloat16()},
             "hidden has shape (5, 4, 72), expected (13, ...), because there is one row per embedding",
         ),
+        ({"embeds": torch.randn(T, H)}, "given are ids, table, embeds, expected either ids and table, or embeds"),
+        ({"ids": None}, "given are table, expected either ids and table, or embeds"),
+        ({"table": torch.randn(V, 8).bfloat16()}, "table has shape (193, 8), expected (*, H) = (*, 72)"),
+        (
+            {"positions": torch.arange(5)},
+            "positions has shape (5,), expected (13,), because there is one per embedding",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(changes: dict, message: str) -> None:
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     with pytest.raises(ValueError, match=re.escape(f"MTPStreamsProjection: {message}")):
         layer(**({"hidden": hidden, "ids": ids, "table": table} | changes))
+
+
+def test_what_the_config_and_the_buffers_need_is_asked_for() -> None:
+    hidden, ids, table = make_inputs()
+    message = "MTPStreamsProjection: positions is None, expected (13,) positions, because the config masks position 0"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_layer(mask_position_zero=True)(hidden, ids, table=table)
+    message = "MTPStreamsProjection: there are 13 rows, expected at most 12, because static buffers never grow"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_layer(max_tokens=T - 1)(hidden, ids, table=table)

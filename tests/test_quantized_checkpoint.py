@@ -813,6 +813,12 @@ def test_a_config_that_means_another_format_is_named(case: str, tmp_path: Path) 
             None,
             id="quark-says-nothing",
         ),
+        pytest.param(
+            "compressed-int8",
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int8", "qscheme": "per_channel"}}},
+            None,
+            id="quark-int8",
+        ),
         pytest.param("modelopt-nvfp4", {"quant_algo": "NVFP4", "group_size": 16}, None, id="group-size"),
         pytest.param("hf-fp8", {"quant_method": "fp8"}, {"quant_algo": "FP8"}, id="two-files"),
         pytest.param(
@@ -1002,6 +1008,14 @@ def test_gptqmodel_s_scale_is_a_divisor(method: str, tmp_path: Path) -> None:
     expanded = divisor.double().repeat_interleave(blocks[0], 0).repeat_interleave(blocks[1], 1)
     torch.testing.assert_close(loaded, codes.double() / expanded, rtol=2**-23, atol=0)
     assert (loaded - weight).norm() / weight.norm() < 0.03
+
+
+def test_only_weight_scale_inv_is_a_divisor(tmp_path: Path) -> None:
+    """A saved state_dict has multipliers in weight_scale, whatever the config beside it says of weight_scale_inv."""
+    weight, weights, _ = quantized_fc("modelopt-row")
+    save_with(tmp_path, weights, GPTQMODEL | {"weight_scale_method": "row"}, None)
+    loaded = eagle3().load_checkpoint(tmp_path).fc.quantized
+    assert torch.equal(loaded.dequantize(torch.float64), weight.dequantize(torch.float64))
 
 
 def test_a_layer_that_gptqmodel_left_out_has_its_own_scales(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels import QuantizedWeight, quantize
-from eagle_kernels.quantized_weight import FORMATS, num_bytes
+from eagle_kernels.quantized_weight import FORMATS, columns_unsupported_reason, num_bytes
 from guards import same_bits
 
 E8M0 = torch.float8_e8m0fnu
@@ -256,6 +256,17 @@ def test_merged_shards_keep_their_own_scales() -> None:
     merged = QuantizedWeight(codes, torch.cat(powers), "fp8_block128", shard_rows=[300, 70, 128])
     each = [QuantizedWeight(part.codes, power, "fp8_block128") for part, power in zip(parts, powers, strict=True)]
     assert torch.equal(merged.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in each]))
+
+
+def test_columns_with_scales_of_another_kind_do_not_become_one_weight() -> None:
+    """Joined, powers of two would be read as numbers, or a row's scales as a block's."""
+    blocks = quantize(torch.randn(256, 128), "fp8_block128")
+    powers = QuantizedWeight(blocks.codes, torch.full((2, 1), 120, dtype=torch.uint8), "fp8_block128")
+    merged = QuantizedWeight(blocks.codes, torch.rand(3, 1), "fp8_block128", shard_rows=[100, 156])
+    assert (powers.block, merged.block) == ((128, 128), (1, 128))
+    assert columns_unsupported_reason([blocks, blocks]) is None
+    for other in (powers, merged):
+        assert columns_unsupported_reason([blocks, other]) == "their scales are of other blocks or dtypes"
 
 
 @pytest.mark.parametrize(("format", "scales"), [("fp8_tensor", torch.rand(3)), ("fp8_block128", torch.rand(5, 2))])

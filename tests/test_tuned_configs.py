@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.tuned_configs import CONFIGS, SPLIT_ROWS, Gpu, Tiles, choose_tiles
+from eagle_kernels.tuned_configs import CONFIGS, SPLIT_ROWS, Gpu, Tiles, choose_tiles, heuristic
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 227 << 10)
 GPUS = [
@@ -57,6 +57,12 @@ def test_a_residual_takes_stages_that_do_not_fit(directory: Path) -> None:
     assert tiles.num_stages == 4 and with_residuals.num_stages == 3  # stages of 48 and 64 KB
 
 
+def test_a_tuned_shape_logs_nothing(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "eagle_kernels"):
+        choose_tiles(H100, 16, *SIZES, has_residuals=False, directory=directory)
+    assert not caplog.records
+
+
 def test_a_missing_shape_is_logged_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "eagle_kernels"):
         for T in (1, 2, 300):
@@ -89,6 +95,27 @@ def test_the_heuristic_on_every_preset(dtype: torch.dtype, gpu: Gpu, tmp_path: P
                     assert tiles.num_stages >= 2 and tiles.num_stages * stage_bytes <= gpu.shared_memory
                     programs = stage.K * tiles.splits * -(-stage.D // tiles.BD)
                     assert programs >= 128 and (tiles.splits == 1 or programs < 512)
+
+
+@pytest.mark.parametrize(
+    ("arch", "T", "dtype", "block"),
+    [
+        (80, 16, torch.bfloat16, (16, 64, False, 4)),
+        (90, 17, torch.bfloat16, (32, 64, False, 8)),
+        (80, 64, torch.bfloat16, (64, 64, False, 4)),
+        (80, 65, torch.bfloat16, (128, 64, False, 8)),
+        # The weight is the left operand of wgmma and tcgen05.
+        (90, 64, torch.bfloat16, (64, 128, True, 8)),
+        (100, 64, torch.bfloat16, (64, 128, True, 4)),
+        (103, 65, torch.bfloat16, (128, 128, True, 8)),
+        (120, 64, torch.bfloat16, (64, 64, False, 4)),
+        (90, 16, torch.float32, (16, 64, False, 8)),
+    ],
+)
+def test_the_heuristic_s_tiles(arch: int, T: int, dtype: torch.dtype, block: tuple) -> None:
+    tiles = heuristic(Gpu("any", arch, 227 << 10), T, 3, 4096, 4096, dtype)
+    assert (tiles.BT, tiles.BD, tiles.swap, tiles.num_warps) == block
+    assert tiles.finalize_columns == (512 if tiles.BT <= 32 else 1024)
 
 
 @pytest.mark.parametrize("dtype", SPLIT_ROWS, ids=str)

@@ -209,6 +209,11 @@ def test_local_rows_takes_any_integer_dtype_and_shape(dtype):
     assert shard.local_rows(torch.empty(0, 3, dtype=dtype)).shape == (0, 3)
 
 
+def test_local_rows_of_no_tensor_are_refused():
+    with pytest.raises(TypeError, match=r"^VocabShard.local_rows: ids is a list, expected a torch.Tensor$"):
+        VocabShard.build(120, tp_rank=0, tp_size=1).local_rows([0, 1])
+
+
 def test_shards_are_equal_hashable_and_printable():
     first, second = (VocabShard.build(1010, tp_rank=1, tp_size=2) for _ in range(2))
     assert first == second

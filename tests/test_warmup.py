@@ -1,6 +1,7 @@
 """warmup: which calls it makes. tests/gpu shows that nothing compiles after it."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -34,6 +35,9 @@ def test_every_row_count_the_most_first(calls: list[dict]) -> None:
     calls.clear()
     ek.warmup("norm_concat_linear", chunks, torch.randn(4, 32))
     assert len(calls) == 9
+    calls.clear()
+    ek.warmup("norm_concat_linear", chunks, torch.randn(4, 32), rows=[])
+    assert not calls
 
 
 def test_many_rows_are_thinned_out(calls: list[dict]) -> None:
@@ -52,6 +56,18 @@ def test_what_an_index_gathers_stays_whole(calls: list[dict]) -> None:
     )
     assert calls[1]["chunks"].shape[0] == calls[1]["sum_squares"].shape[0] == 50
     assert calls[1]["rows"] == 3
+
+
+def test_a_generator_is_read_once_and_what_is_no_tensor_named(calls: list[dict]) -> None:
+    chunks, weight = [torch.randn(2, 16), torch.randn(2, 16)], torch.randn(4, 32)
+    ek.warmup("norm_concat_linear", iter(chunks), weight, residuals=None, indices=None)
+    assert [[len(chunk) for chunk in call["chunks"]] for call in calls] == [[2, 2], [1, 1]]
+    for wrong, message in (
+        (3, "chunks is a int, expected a tensor or a sequence of tensors or None"),
+        ([chunks[0], 3], "chunks[1] is a int, expected a torch.Tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"^norm_concat_linear: {re.escape(message)}$"):
+            ek.warmup("norm_concat_linear", wrong, weight)
 
 
 def test_single_rows(calls: list[dict]) -> None:

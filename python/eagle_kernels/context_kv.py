@@ -195,7 +195,7 @@ def _of_minimax_m3(config: object) -> object:
     """M3.1's, whose text_config has the target's number of layers and in dflash_config the drafter's."""
     text = _section(config, "text_config")
     nested = get_field(config if text is None else text, "dflash_config")
-    own = None if nested is None else int_field(_FROM_HF, "num_hidden_layers", nested)
+    own = int_field(_FROM_HF, "num_hidden_layers", nested)
     if text is None and own is None:
         return config
     plain = _fields(config) if text is None else text | {"architectures": get_field(config, "architectures")}
@@ -429,7 +429,6 @@ class ContextKV(LoadsProjections):
         self.layer_norm = norms(L if config.layer_norm else 0, H)
         self.kv_proj: DenseLinear | QuantizedLinear = self._dense_kv_proj(**factory)
         self.k_norm = norms(L if config.k_norm == "weight" else 0, config.norm_width)
-        self.requires_grad_(False)
 
     def _dense_fc(self, **factory: Any) -> DenseLinear:
         width = self.config.num_chunks * self.config.target_hidden_size

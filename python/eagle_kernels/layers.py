@@ -113,7 +113,6 @@ class Eagle3Projection(LoadsProjections):
         ]
         self.register_module("fc_norm", nn.ModuleList(norms) if config.chunk_norm else None)
         self.register_module("input_norm", unit_norm(width, *of_norm, **factory) if config.concat_norm else None)
-        self.requires_grad_(False)
 
     def _dense_fc(self, **factory: Any) -> PackableLinear:
         config = self.config

@@ -56,7 +56,6 @@ class EmbeddingHiddenProjection(LoadsProjections):
         for name, eps in zip(norms if config.normed else (), (config.enorm_eps, config.hnorm_eps), strict=False):
             self.add_module(name, unit_norm(config.hidden_size, eps, config.norm_offset, **factory))
         self.add_module(projection, self._dense(**factory))
-        self.requires_grad_(False)
 
     def __getstate__(self) -> dict[str, object]:
         # A copy gets buffers of its own when it needs them.

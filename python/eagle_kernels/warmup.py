@@ -53,7 +53,6 @@ def warm_up(name: str, function: Callable, args: tuple, kwargs: dict, rows: Iter
         raise error(RuntimeError, "warmup", "the current stream is being captured", "a call before the capture")
     call = bind(name, inspect.signature(getattr(function, "forward", function)), args, kwargs)
     given = {argument: _tensors(name, argument, value) for argument, value in call.arguments.items()}
-    call.arguments.update(given)
     if isinstance(function, nn.Module):
         use_huge_pages(*function.parameters(), *function.buffers())
     else:

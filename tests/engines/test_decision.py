@@ -108,6 +108,14 @@ def test_as_many_bytes_are_read_before_a_call_whatever_the_default_dtype_is(
     assert [tensor.nbytes for tensor in made] == [decision.EVICTED_BYTES]
 
 
+def test_those_bytes_are_read_in_front_of_every_call() -> None:
+    clock, order = decision._Clock(torch.device("cpu")), []
+    clock._evicted = types.SimpleNamespace(sum=lambda: order.append("evicts"))
+    for _ in range(2):
+        clock.seconds(lambda x: order.append("calls"), torch.empty(0))
+    assert order == ["evicts", "calls"] * 2
+
+
 def test_timing_leaves_the_engines_random_numbers_alone() -> None:
     state = torch.get_rng_state()
     x = decision.normal_rows(4, 8, torch.empty(0, dtype=torch.float16))

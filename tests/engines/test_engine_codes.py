@@ -69,6 +69,13 @@ def test_each_layout_is_read_where_it_is(format: str) -> None:
     assert (got.double() - exact).norm() < 2**-8 * exact.norm()
 
 
+def test_the_blocks_may_be_those_of_the_method() -> None:
+    linear = EngineLinear("fp8_block128", weight_block_size=None)
+    linear.quant_method.weight_block_size = [128, 128]
+    assert read(linear).weight.format == "fp8_block128"
+    assert torch.equal(read(linear).weight.dequantize(torch.float64), linear.quantized.dequantize(torch.float64))
+
+
 def test_a_shard_of_the_rows_is_a_weight_of_its_own() -> None:
     linear = EngineLinear("fp8_row", output_size=2 * D, output_size_per_partition=D)
     assert read(linear).weight.shape == (D, W)
@@ -164,6 +171,7 @@ def with_(**changes: object) -> Callable[[EngineLinear], None]:
         pytest.param("fp8_row", with_(weight_scale=None), id="no-scales"),
         pytest.param("fp8_row", with_(weight_scale=parameter(torch.ones(D - 1))), id="scales-of-other-rows"),
         pytest.param("fp8_row", with_(weight_scale=parameter(torch.ones(D).bfloat16())), id="scales-of-16-bits"),
+        pytest.param("fp8_tensor", with_(output_size=2 * D), id="a-shard-without-its-rows"),
         pytest.param("int8_row", with_(weight_scale=parameter(torch.ones(1))), id="int8-with-one-scale"),
         pytest.param("fp8_block128", with_(weight_block_size=[64, 64]), id="other-blocks"),
         pytest.param("fp8_block128", with_(weight_block_size=[128, 64]), id="blocks-not-square"),

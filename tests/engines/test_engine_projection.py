@@ -33,6 +33,39 @@ def truth(projection: EngineProjection, chunks: list[Tensor]) -> Tensor:
     return x @ projection.fc.weight.data.double().t() + projection.fc.bias.data.double()
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_norm_of_the_concat_runs_before_those_of_the_chunks(packed: bool) -> None:
+    """Against float64; a gain of mixed signs shows which norm came first."""
+    whole = Norm()
+    whole.weight = Parameter(torch.randn(K * H).bfloat16())
+    projection = EngineProjection(Linear(), K, concat_norm=whole, chunk_norms=[Norm() for _ in range(K)])
+    x = (torch.randn(T, K, H) * torch.tensor([1.0, 10.0, 0.1]).view(1, K, 1)).bfloat16().flatten(1)
+    first = Sources([x], 1, "concat", [whole.weight.data], [1e-5], 0.0, [], [], None)
+    expected = truth(projection, list(formula(first, torch.float64).split(H, 1)))
+    with torch.inference_mode():
+        got = projection.forward(x if packed else list(x.split(H, 1)))
+    assert projection.kind == f"K={K}, concat then chunk norm"
+    assert relative_rms(got, expected) < 6e-3
+
+
+def test_an_fc_that_the_ops_cannot_read_is_called_behind_the_norms() -> None:
+    linear, seen = Linear(), []
+
+    def fc(x: Tensor) -> Tensor:
+        seen.append(x)
+        return nn.functional.linear(x, linear.weight.data, linear.bias.data)
+
+    norms = [Norm() for _ in range(K)]
+    projection = EngineProjection(fc, K, chunk_norms=norms, post_norm=torch.neg, fc_unsupported="it is in codes")
+    chunks = [torch.randn(T, H).bfloat16() for _ in range(K)]
+    with torch.inference_mode():
+        got = projection.forward(chunks)
+    gains = [norm.weight.data for norm in norms]
+    normed = formula(Sources(chunks, K, "chunk", gains, [1e-5], 0.0, [], [], None), torch.float64)
+    assert projection.op == "norm_concat" and relative_rms(seen[0], normed) < 3e-3
+    assert torch.equal(got, -nn.functional.linear(seen[0], linear.weight.data, linear.bias.data))
+
+
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("rank", ["one", "of ranks"])
 def test_parameters_of_an_engine_are_plain_tensors_to_the_ops(mode: Any, rank: str) -> None:

@@ -81,6 +81,15 @@ def test_each_layout_becomes_numbers(layout: str, layer: Callable, log: Callable
     assert f"eagle_kernels: {line}: dequantized to torch.bfloat16" in log()
 
 
+@pytest.mark.parametrize("layout", ["hf-block", "modelopt-nvfp4"])
+def test_the_bias_beside_codes_is_not_lost(layout: str) -> None:
+    tensors, expected = quantized(layout, "fc")
+    bias = torch.randn(D).bfloat16()
+    weights = loaded(Drafter(fc=nn.Linear(W, D, dtype=torch.bfloat16)), {"fc.bias": bias} | tensors)
+    assert weights.keys() == {"fc.weight", "fc.bias"}
+    assert torch.equal(weights["fc.weight"], expected) and torch.equal(weights["fc.bias"], bias)
+
+
 STAGES = {name: family.mtp for name, family in families().items() if family.mtp is not None}
 
 
