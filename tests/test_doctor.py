@@ -3608,6 +3608,36 @@ def test_the_format_that_only_engines_read(config: dict, format: str | None, tmp
     assert examine(*checkpoints.save(tmp_path)).facts.get("format") == stated
 
 
+# As llm-compressor writes SpinQuant: R1 turns the residual stream, R2 values within a head, R4 what enters down_proj.
+R1 = {"targets": ["re:.*embed_tokens$", "re:.*o_proj$", "re:.*down_proj$"], "location": "weight_output"}
+R1_INVERSE = {"targets": ["re:.*q_proj$", "re:.*gate_proj$", "lm_head"], "location": "weight_input", "inverse": True}
+R2 = {"targets": ["re:.*v_proj$"], "location": "weight_output"}
+R4 = {"targets": ["re:.*down_proj$"], "location": "input"}
+
+
+@pytest.mark.parametrize(
+    ("groups", "key"),
+    [
+        ({"R2": {"apply": [R2]}, "R1": {"apply": [R1_INVERSE, R1]}}, "R1"),
+        ({"R1": {"apply": R1 | {"targets": "model.embed_tokens"}}}, "R1"),
+        ({"R2": {"apply": [R2]}, "R4": {"apply": [R4]}, "R1": {"apply": [R1_INVERSE]}}, None),
+        ({"online": {"apply": [R1 | {"location": "output"}]}}, "online"),
+        ([], None),
+    ],
+)
+@pytest.mark.parametrize("section", ["quantization_config", "compression_config", "text_config"])
+def test_a_target_with_rotated_hidden_states(groups: object, key: str | None, section: str, tmp_path: Path) -> None:
+    checkpoints = Checkpoints()
+    config = {"quant_method": "compressed-tensors", "transform_config": {"config_groups": groups}}
+    if section == "text_config":
+        checkpoints.target = {"model_type": "gemma3", section: checkpoints.target | {"quantization_config": config}}
+    else:
+        checkpoints.target[section] = config
+    expected = f"rotated (transform_config.config_groups.{key}): a drafter has to be trained on it"
+    stated = examine(*checkpoints.save(tmp_path)).facts.get("target")
+    assert stated is None if key is None else str(stated).startswith(expected)
+
+
 @pytest.mark.parametrize("format", [None, "mixed-precision"])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_schemes_that_an_engine_lacks(name: str, format: str | None, tmp_path: Path) -> None:

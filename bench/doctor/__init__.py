@@ -50,6 +50,7 @@ def examine(target: Path, drafter: Path, trained_by: str | None = None) -> Pair:
     if stated is not None and not (isinstance(stated, list) and all(isinstance(name, str) for name in stated)):
         pair.find("config", f"the drafter's architectures is {stated!r}, expected a list of names")
     examination = _examination(pair, trained_by)
+    pair.look_at_rotation()
     look_at_method(pair)
     examination(pair)
     return pair

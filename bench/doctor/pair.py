@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eagle_kernels import checks
 from eagle_kernels.checkpoint_files import MTP_FILE, Checkpoint, open_tensors, read_tensor
-from eagle_kernels.quantization_config import config_of, is_inline
+from eagle_kernels.quantization_config import config_of, is_inline, rotation_of
 from eagle_kernels.quantized_checkpoint import tensors_inside
 
 from . import lists
@@ -178,6 +178,13 @@ class Pair:
         if (width := self.text.get("hidden_size")) != hidden_size:
             text = f"the target's hidden_size is {width}, and the drafter's target_hidden_size {hidden_size}"
             self.find("hidden-size", text)
+
+    def look_at_rotation(self) -> None:
+        """State whether the target's hidden states, and the embedding and head that a drafter may take from it, are
+        rotated. A drafter of the unrotated target is hardly ever accepted (vllm-ascend#12775), one that was trained on
+        the rotated target is as usual: no file says which it is."""
+        if (key := rotation_of(self.target)) is not None:
+            self.facts["target"] = f"rotated ({key}): a drafter has to be trained on it, not on the unrotated model"
 
     def look_at_vocabulary(self, own: object) -> None:
         target = self.text.get("vocab_size")

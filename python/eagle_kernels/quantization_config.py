@@ -453,6 +453,16 @@ def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
     groups = _mapping(transforms).get("config_groups")
     if not isinstance(groups, Mapping):
         return "transform_config" if transforms else None
+    for key, location, targets, ignored in _transforms(groups):
+        is_target = not targets or "Linear" in targets or any(_matches(target, path) for target in targets)
+        is_offline = location in ("weight_input", "weight_output")
+        if is_target and not is_offline and not any(_matches(each, path) for each in ignored):
+            return key
+    return None
+
+
+def _transforms(groups: Mapping[str, Any]) -> Iterator[tuple[str, object, list, list]]:
+    """(key, location, targets, ignored) of each transform of compressed-tensors."""
     for name, group in groups.items():
         entries = _mapping(group).get("apply")
         for entry in entries if isinstance(entries, list) else [entries]:
@@ -460,10 +470,18 @@ def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
                 [names] if isinstance(names, str) else _list(names)
                 for names in (_mapping(entry).get("targets"), _mapping(entry).get("ignore"))
             )
-            is_target = not targets or "Linear" in targets or any(_matches(target, path) for target in targets)
-            is_offline = _mapping(entry).get("location") in ("weight_input", "weight_output")
-            if is_target and not is_offline and not any(_matches(each, path) for each in ignored):
-                return f"transform_config.config_groups.{name}"
+            yield f"transform_config.config_groups.{name}", _mapping(entry).get("location"), targets, ignored
+
+
+def rotation_of(config: Mapping[str, Any]) -> str | None:
+    """The key of a transform that rotates a model's hidden states, which is one of the rows of its embedding
+    (SpinQuant's R1, as llm-compressor stores it); None where there is none."""
+    for path in _INLINE:
+        groups = _mapping(_mapping(_at(config, (*path, "transform_config"))).get("config_groups"))
+        for key, location, targets, _ in _transforms(groups):
+            is_target = any(_matches(target, "model.embed_tokens") for target in targets)
+            if is_target and location in ("weight_output", "output"):
+                return key
     return None
 
 
