@@ -75,6 +75,8 @@ def check_sizes(op: str, config: object, *names: str) -> None:
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
     """Any real number (Python's, numpy's) as a float; strings and bools are refused."""
+    if type(value) is float:
+        return value
     if not _is_number(value):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
