@@ -157,7 +157,7 @@ inline void check_eps(const char* op, const char* name, double eps,
   check(eps >= 0 && eps <= static_cast<double>(__FLT_MAX__), op, name, "value", where);
 }
 
-// A summand of all gains of a norm. The kernels add it in fp32.
+// NaN is refused. The kernels take the number in fp32.
 inline void check_finite(const char* op, const char* name, double value,
                          std::source_location where = std::source_location::current()) {
   check(value >= -static_cast<double>(__FLT_MAX__) && value <= static_cast<double>(__FLT_MAX__), op, name, "value",

@@ -46,7 +46,7 @@ struct WithSources<function> {
 };
 
 template <auto function>
-constexpr auto with_sources = &WithSources<function>::call;
+inline constexpr auto with_sources = &WithSources<function>::call;
 
 // Checks the arguments, against `out` as well, and fills the record. A packed `chunks` (one tensor, num_chunks > 1) is
 // split by pointer arithmetic: slices in Python would cost 1 us each.

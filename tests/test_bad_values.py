@@ -314,7 +314,7 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
             TypeError,
             f"norm_concat: eps is a {type(bad).__name__}, expected a number or a sequence of numbers",
         )
-        for bad in (np.bool_(True), np.complex64(1j), np.array("1e-6"), torch.tensor(True))
+        for bad in (np.bool_(True), np.complex64(1j), np.array("1e-6"), torch.tensor(True), torch.tensor(1 + 0j))
     ),
     (
         lambda: ek.norm_concat([rows()], norm_offset=torch.tensor(True)),

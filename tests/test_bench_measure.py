@@ -91,7 +91,7 @@ def test_a_copy_comes_back_only_after_all_others(variants: int, copies: int) -> 
 def test_no_collection_is_timed_and_collecting_goes_on_afterwards() -> None:
     enabled: list[bool] = []
     interleave([lambda copy: enabled.append(gc.isenabled())], 1, min_time=0.0)
-    assert not any(enabled) and gc.isenabled()
+    assert enabled and not any(enabled) and gc.isenabled()
     gc.disable()
     try:
         interleave([lambda copy: None], 1, min_time=0.0)

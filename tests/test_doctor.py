@@ -15,10 +15,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from eagle_kernels.bench import cli
-from eagle_kernels.bench.doctor import examine, modelopt, nextn, pair, served
+from eagle_kernels.bench.doctor import examine, lists, modelopt, nextn, pair, served
 
 import eagle_kernels as ek
 from eagle_kernels.engines import scales
+from eagle_kernels.quantization_config import OTHER_TOOLS
 from engines.test_scales import at
 from test_int4_checkpoint import says_transformers
 
@@ -1201,6 +1202,7 @@ OUT_OF_ORDER = (
 )
 KEPT = ("fc-quantized", (SGLANG,), "skips its qweight: the weight stays what it was made with (sglang#39087)")
 LORA, ROWS = "lora_A.weight", torch.ones(4, H)
+MXFP8_BUT_FC = {"quant_algo": "MXFP8", "exclude_modules": ["fc"]}
 TRANSFORM = {"config_groups": {"v": {"type": "hadamard", "apply": [{"targets": ["re:.*fc$"], "location": "input"}]}}}
 E4M3_BY_ROW = {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
 QUARK = quark(E4M3_BY_ROW)
@@ -1374,8 +1376,14 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: setattr(c, "beside", {"quant_algo": "fp8", "exclude_modules": ["fc"]}),
         [("engine-format", (SGLANG,), "takes the checkpoint for one in numbers: it has no quant_algo fp8")],
     ),
+    "MXFP8 in config.json without a quant_method": (
+        lambda c: c.drafter.update(
+            quantization_config={"producer": {"name": "modelopt"}, "quantization": MXFP8_BUT_FC}
+        ),
+        [("engine-format", (V1, V2), "refuses the config: it has no quant_algo MXFP8 without a quant_method")],
+    ),
     "MXFP8 in hf_quant_config.json alone": (
-        lambda c: setattr(c, "beside", {"quant_algo": "MXFP8", "exclude_modules": ["fc"]}),
+        lambda c: setattr(c, "beside", MXFP8_BUT_FC),
         [("engine-format", (V1, V2), "refuses the config: it has no quant_algo MXFP8 in hf_quant_config.json alone")],
     ),
     "a layer that ModelOpt's FP8 leaves out in a list that SGLang does not read": (
@@ -3622,6 +3630,8 @@ R4 = {"targets": ["re:.*down_proj$"], "location": "input"}
         ({"R1": {"apply": R1 | {"targets": "model.embed_tokens"}}}, "R1"),
         ({"R2": {"apply": [R2]}, "R4": {"apply": [R4]}, "R1": {"apply": [R1_INVERSE]}}, None),
         ({"online": {"apply": [R1 | {"location": "output"}]}}, "online"),
+        ({"R1": {"apply": [R1 | {"targets": ["re:.*language_model.*embed_tokens$"]}]}}, "R1"),
+        ({"R1": {"apply": [R1 | {"ignore": ["re:.*embed_tokens$"]}]}}, None),
         ([], None),
     ],
 )
@@ -3658,13 +3668,16 @@ def test_each_engine_reads_one_list_of_model_optimizer_s() -> None:
     both = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["flat"], "quantization": nested}
     flat = {name: value for name, value in both.items() if name != "quantization"}
     beside = {"hf_quant_config.json": {"exclude_modules": ["beside"]}}
+    without_method = {"quant_algo": "NVFP4", "ignore": ["flat"], "exclude_modules": ["own"]}
+    assert modelopt.read_by(without_method, "sglang", of_experts=False, is_inline=True)["ignore"] == ["flat"]
+    assert modelopt.read_by(without_method, "vllm", of_experts=False, is_inline=True) is None
     for config, engine, expected in (
         (both, "sglang", ["flat"]),
         (both, "vllm", ["nested"]),
         (flat, "sglang", ["flat"]),
         (flat, "vllm", ["flat"]),
-        # Without a quant_method it is what hf_quant_config.json says, of which SGLang reads exclude_modules alone.
-        ({"quant_algo": "NVFP4", "ignore": ["flat"], "exclude_modules": ["own"]}, "sglang", ["own"]),
+        # Without a quant_method, here, it is what hf_quant_config.json says: SGLang reads exclude_modules of it alone.
+        (without_method, "sglang", ["own"]),
         (flat | {"quant_algo": "MIXED_PRECISION", "ignore": ["flat"]} | beside, "sglang", ["flat"]),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"} | beside, "sglang", ["beside"]),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"} | beside, "sglang", []),
@@ -3673,6 +3686,10 @@ def test_each_engine_reads_one_list_of_model_optimizer_s() -> None:
     ):
         read = modelopt.read_by(config, engine, of_experts=False, is_inline="quant_method" in config)
         assert read["ignore"] == expected, (config, engine)
+
+
+def test_every_tool_but_model_optimizer_has_a_list_or_none() -> None:
+    assert set(lists._KEYS) == set(OTHER_TOOLS)
 
 
 @pytest.mark.parametrize(("method", "key"), [("quark", "exclude"), ("fp8", "modules_to_not_convert")])

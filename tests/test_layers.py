@@ -294,6 +294,21 @@ def test_a_packed_layer_that_is_unpacked_during_a_call(monkeypatch: pytest.Monke
 
 
 @needs_packing
+def test_a_layer_that_is_packed_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a move or a reload of a packed layer ends, in another thread: "weight is a NoneType"."""
+    layer, chunks = make_layer(bias=True), torch.randn(T, K * H).bfloat16()
+    before, project_onto = layer(chunks), layers.project_onto
+
+    def pack(*arguments: object) -> torch.Tensor:
+        layer.fc.pack()
+        return project_onto(*arguments)
+
+    monkeypatch.setattr(layers, "project_onto", pack)
+    assert torch.equal(layer(chunks), before)
+    assert layer.fc.weight is None
+
+
+@needs_packing
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_packed_layer_compiles_into_one_graph(backend: str) -> None:
     """Inductor took oneDNN's op for one that it had made itself, and failed."""

@@ -182,16 +182,27 @@ def test_an_amd_gpu_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_an_amd_gpu_multiplies_in_fp32_where_torch_refuses_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A post norm or a bias in fp32 wants the sums of the library's product unrounded. A CPU's torch refuses it too."""
+    """A post norm or a bias in fp32 wants the sums of the library's product unrounded."""
     pytest.importorskip("triton")
     kernels = importlib.import_module("eagle_kernels.triton_kernels.norm_concat_linear")
     monkeypatch.setattr(kernels, "INTERPRETED", False)
+    mm, refusals = torch.mm, [RuntimeError("float output with half input is not enabled for ROCm")]
+
+    def refusing(*operands: torch.Tensor, out_dtype: torch.dtype | None = None, out: torch.Tensor) -> torch.Tensor:
+        if out_dtype is not None:
+            raise refusals[-1]
+        return mm(*operands, out=out)
+
+    monkeypatch.setattr(torch, "mm", refusing)
     x, weight, out = torch.randn(3, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.empty(3, 5)
     with pytest.raises(RuntimeError):
         kernels._library_matmul_fp32(x, weight, None, out)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     kernels._library_matmul_fp32(x, weight, None, out)
     assert torch.equal(out, x.float() @ weight.float().t())
+    refusals.append(torch.OutOfMemoryError("a copy of both in fp32 would need more"))
+    with pytest.raises(torch.OutOfMemoryError):
+        kernels._library_matmul_fp32(x, weight, None, out)
 
 
 def test_codes_take_tiles_where_a_table_prefers_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +318,12 @@ def test_branches_of_one_graph_take_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert streams.waits == [("branch", "capture"), ("capture", "branch")]
     streams.workspace("main")
     assert len(streams.waits) == 2
+    streams.workspace("branch")
+    assert streams.waits[2:] == [("branch", "capture")], "the eager call between them does not hide it"
+    streams.workspace("eager")
+    assert streams.waits[3:] == [("eager", "main")], "nor does the captured one between two eager calls"
     streams.workspace("capture")
+    assert streams.waits[4:] == [("capture", "branch")]
     streams.captured.clear()
     streams.workspace("main")
-    assert streams.waits[2:] == [("main", "capture")]
+    assert streams.waits[5:] == [("main", "capture"), ("main", "eager")]

@@ -174,7 +174,8 @@ class Launch:
         """
         if max(grid) > _MAX_EXTENT:
             op = self.kernel.fn.__module__.rpartition(".")[2]
-            raise ValueError(f"{op}: the rows take {max(grid)} programs, expected at most {_MAX_EXTENT}")
+            got, expected = f"the rows take {max(grid)} programs", f"at most {_MAX_EXTENT}"
+            raise ValueError(f"{op}: {got}, expected {expected}, because a grid has no more")
         if INTERPRETED:
             self.kernel[grid](*_nested(self.types, iter(numbers)), *self.constants)
             return

@@ -446,7 +446,7 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
         gain_scale = 1.0
     # A plan for rows of any alignment has one binary for each kernel: a single row, whose stride counts as 0, must not
     # get that of aligned rows, which adds the squares in another order.
-    rows = _ROWS if must_be_aligned else ()
+    rows, weights = (_ROWS, _WEIGHTS) if must_be_aligned else ((), ())
     fp32, row_stride = pointer_to(torch.float32), _padded(D)
     launch = Launch(
         _norm_concat_linear_partial,
@@ -462,7 +462,7 @@ def _prepare_split(call: _Call, num_chunks: int, codes: tuple | None, tiles: Any
         },
         device,
         aligned=_PARTIAL,
-        aligned_together=(*rows, *_WEIGHTS) if must_be_aligned else (),
+        aligned_together=(*rows, *weights),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
@@ -751,8 +751,8 @@ def _library_matmul_fp32(x: Tensor, weight: Tensor, _: Tensor | None, out: Tenso
     else:
         try:
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
-        except RuntimeError:
-            if torch.version.hip is None:
+        except RuntimeError as failure:
+            if torch.version.hip is None or isinstance(failure, torch.OutOfMemoryError):
                 raise
-            # AMD's torch refuses it in some versions, and with the BLAS of Composable Kernel in all.
+            # Some of AMD's torches refuse it: "float output with half input is not enabled for ROCm".
             torch.mm(x.float(), weight.t().float(), out=out)

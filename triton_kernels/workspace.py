@@ -8,8 +8,11 @@
   given the same memory in between. The buffers of a thread that has ended go to the next new one.
 - A thread's calls on different streams of a device share the buffer. A call on another stream than the last call's
   first makes its stream wait for the last one, between the branches of one graph too. Graph replays are not visible
-  here: two graphs of one device that contain these ops, or a graph and an eager call, must not run at the same time.
+  here: two graphs of one device that contain these ops, or a graph and an eager call, must not run at the same time,
+  nor may one thread capture two graphs at once.
 """
+
+from __future__ import annotations
 
 import functools
 import threading
@@ -26,6 +29,7 @@ class _Turn(NamedTuple):
 
     handle: int  # takes 1 us less to get than the stream
     stream: torch.cuda.Stream
+    other: _Turn | None = None  # the last one inside of a capture where this one is outside, or the other way round
 
 
 class _Workspaces:
@@ -109,11 +113,18 @@ def _grown(op: str, numel: int, device: torch.device, buffers: list[Tensor]) -> 
 
 
 def _take_turns(device: torch.device, last: _Turn | None) -> _Turn:
-    stream = torch.cuda.current_stream(device)
-    # A capture cannot wait for a stream outside of it, and a stream that waits for one inside becomes part of it.
-    if last is not None and _is_capturing(last.stream) == _is_capturing(stream):
-        stream.wait_stream(last.stream)
-    return _Turn(current_stream(device.index), stream)
+    handle, stream = current_stream(device.index), torch.cuda.current_stream(device)
+    is_captured = _is_capturing(stream)
+    other = None
+    for turn in () if last is None else (last, last.other):
+        if turn is None:
+            continue
+        # A capture cannot wait for a stream outside of it, and a stream that waits for one inside becomes part of it.
+        if _is_capturing(turn.stream) != is_captured:
+            other = other or turn._replace(other=None)
+        elif turn.handle != handle:
+            stream.wait_stream(turn.stream)
+    return _Turn(handle, stream, other)
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

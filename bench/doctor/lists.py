@@ -2,11 +2,11 @@
 
 | quant_method | key |
 |---|---|
-| fp8 | ignored_layers, or else modules_to_not_convert |
+| fp8 | ignored_layers; where it is absent (SGLang) or has nothing (vLLM), modules_to_not_convert |
 | fbgemm_fp8, awq | modules_to_not_convert |
 | compressed-tensors | ignore |
 | quark | exclude |
-| gptq, auto-round | none: theirs are rules of single layers |
+| gptq, gptqmodel, auto-round | none: theirs are rules of single layers |
 | Model-Optimizer's | `modelopt` |
 
 Source: `from_config` of the methods in SGLang 0.5.23 and vLLM 0.33.
@@ -19,7 +19,7 @@ from eagle_kernels.quantization_config import HF_FILE, LEFT_OUT, algorithm_of, m
 
 from . import modelopt
 
-_KEYS: dict[object, tuple[str, ...]] = {
+_KEYS: dict[str, tuple[str, ...]] = {
     "fp8": ("ignored_layers", "modules_to_not_convert"),
     **dict.fromkeys(("fbgemm_fp8", "awq"), ("modules_to_not_convert",)),
     "compressed-tensors": ("ignore",),

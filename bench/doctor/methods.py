@@ -98,7 +98,8 @@ def _refusals(method: str, config: Mapping[str, Any], is_file_alone: bool) -> It
             if read[engine] not in known:
                 yield engine, f"it has no quant_algo {read[engine]}"
         if config.get("quant_method") is None and algorithm in _NOT_ALONE:
-            yield "vllm", f"it has no quant_algo {algorithm} in {HF_FILE} alone"
+            where = f"in {HF_FILE} alone" if is_file_alone else "without a quant_method"
+            yield "vllm", f"it has no quant_algo {algorithm} {where}"
         if algorithm == "MIXED_PRECISION" and not is_file_alone and HF_FILE not in config:
             lacking = [" and ".join(keys) for keys in _OF_MIXED if not any(key in config for key in keys)]
             if lacking and lists_algorithms(config, _FP4):

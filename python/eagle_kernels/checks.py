@@ -41,12 +41,14 @@ def codes_error(op: str, name: str, tensor: object, because: str = "codes need t
     return error(TypeError, op, got, "a floating-point dtype of 16 bits or more", because)
 
 
-def _is_number(value: Any) -> bool:
-    """False for a bool, a string and a complex number, also one of numpy's or torch's, which float() takes."""
+def _is_refused(value: Any) -> bool:
+    """Whether it is no real number although float() may take it: a bool, a string, a complex number, a time; numpy's
+    and torch's too."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, (str, bytes, bytearray, bool)) or dtype is torch.bool:
-        return False
-    return getattr(dtype, "kind", None) not in ("b", "c", "U", "S")
+    if isinstance(dtype, torch.dtype):
+        return dtype is torch.bool or dtype.is_complex
+    is_text = isinstance(value, (str, bytes, bytearray, memoryview))
+    return is_text or isinstance(value, bool) or getattr(dtype, "kind", None) in ("b", "c", "U", "S", "m", "M")
 
 
 def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> int:
@@ -55,7 +57,7 @@ def check_int(op: str, name: str, value: Any, at_least: int | None = None) -> in
     # `index` would make a constant of a traced size.
     if isinstance(value, torch.SymInt) or type(value) is int:
         number = value
-    elif _is_number(value):
+    elif not _is_refused(value):
         with contextlib.suppress(TypeError, RuntimeError):  # RuntimeError: a meta tensor
             number = operator.index(value)
     if number is None:
@@ -74,10 +76,10 @@ def check_sizes(op: str, config: object, *names: str) -> None:
 
 
 def check_number(op: str, name: str, value: Any, expected: str = "a number") -> float:
-    """Any real number (Python's, numpy's) as a float; strings and bools are refused."""
+    """Any real number (Python's, numpy's, torch's) as a float; `_is_refused` says what is none."""
     if type(value) is float:
         return value
-    if not _is_number(value):
+    if _is_refused(value):
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
     try:
         return float(value)
@@ -142,7 +144,7 @@ def check_eps(op: str, name: str, value: float) -> None:
 
 
 def check_finite(op: str, name: str, value: float) -> None:
-    """A number that is added to all gains of a norm, in fp32."""
+    """A number that the kernels take in fp32 has to be finite there."""
     if not abs(value) <= _MAX_FP32:  # NaN too
         raise error(ValueError, op, f"{name} is {value}", "a finite fp32 number")
 

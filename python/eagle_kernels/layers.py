@@ -61,10 +61,13 @@ def weight_and_bias(linear: Any) -> tuple[Any, Any]:
     """Those of a dense linear layer as they are now, like `parameter_of`."""
     try:
         parameters = linear._parameters
-        return parameters["weight"], parameters["bias"]
+        weight, bias = parameters["weight"], parameters["bias"]
     except KeyError:
         checks.check_unwrapped("norm_concat_linear", "weight", linear)
         return parameter_of(linear), parameter_of(linear, "bias")
+    if weight is None and (packed := getattr(linear, "packed", None)) is not None:  # by another thread, since the call
+        weight = linear.dense(packed)  # began
+    return weight, bias
 
 
 def unit_norm(width: int, eps: float, norm_offset: float, **factory: Any) -> nn.RMSNorm:

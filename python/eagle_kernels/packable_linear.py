@@ -75,9 +75,9 @@ class PackableLinear(DenseLinear):
 
     def unpack(self) -> None:
         if self.packed is not None:
-            self.weight = nn.Parameter(self._dense(self.packed), requires_grad=False)
+            self.weight = nn.Parameter(self.dense(self.packed), requires_grad=False)
 
-    def _dense(self, packed: Tensor) -> Tensor:
+    def dense(self, packed: Tensor) -> Tensor:
         return packed.to_dense()[:, : self.in_features].contiguous()
 
     def check(self, sources: Sources, packed: Tensor) -> None:
@@ -102,7 +102,7 @@ class PackableLinear(DenseLinear):
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.packed is not None:
-            destination[prefix + "weight"] = self._dense(self.packed)
+            destination[prefix + "weight"] = self.dense(self.packed)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         was_packed = self.packed is not None
@@ -114,7 +114,7 @@ class PackableLinear(DenseLinear):
     def __getstate__(self) -> dict[str, object]:
         state = dict(self.__dict__)
         if self.packed is not None:
-            dense = nn.Parameter(self._dense(self.packed), requires_grad=False)
+            dense = nn.Parameter(self.dense(self.packed), requires_grad=False)
             state |= {"packed": True, "_parameters": self._parameters | {"weight": dense}}
         return state
 

@@ -116,7 +116,7 @@ LEFT_OUT = (
 )
 # Methods beside which no engine reads Model-Optimizer's keys; nvidia/DeepSeek-V4-Flash-NVFP4 has them beside fp8.
 # Source: `_parse_quant_hf_config` of SGLang 0.5.23, `_extract_modelopt_quant_algo` of vLLM 0.33.
-_OF_OTHERS = ("auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptqmodel", "quark")
+OTHER_TOOLS = ("auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "gptqmodel", "quark")
 # What they say of single layers: Model-Optimizer's and Quark's.
 _BY_LAYER = ("quantized_layers", "layer_quant_config")
 # Model-Optimizer's names of a drafter's layers in the model that also has the target's.
@@ -130,6 +130,7 @@ _OF_PATTERNS = frozenset("*+?^$()[]{}|\\")
 _BLOCK_LISTS = ("block_name_to_quantize", "to_quant_block_names")
 # Transforms of the input: auto-round's, which it writes under quant_method fp8 too, and GPTQModel's.
 _ROTATIONS = ("rotation_config", "spinquant_config", "rotation")
+_EMBEDDINGS = ("model.embed_tokens", "model.language_model.embed_tokens")
 # What a list may have before a layer's name and a file may not, or the other way round.
 _PREFIXES = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
 
@@ -216,7 +217,7 @@ def algorithm_of(config: Mapping[str, Any]) -> str | None:
 
 def stated_algorithm(config: Mapping[str, Any]) -> str | None:
     """The same in the case in which the file has it."""
-    if method_of(config) in _OF_OTHERS:
+    if method_of(config) in OTHER_TOOLS:
         return None
     found = (section.get("quant_algo") for section in _sections(config))
     return next((algorithm for algorithm in found if isinstance(algorithm, str)), None)
@@ -454,11 +455,14 @@ def _transform_of(config: Mapping[str, Any], path: str) -> str | None:
     if not isinstance(groups, Mapping):
         return "transform_config" if transforms else None
     for key, location, targets, ignored in _transforms(groups):
-        is_target = not targets or "Linear" in targets or any(_matches(target, path) for target in targets)
-        is_offline = location in ("weight_input", "weight_output")
-        if is_target and not is_offline and not any(_matches(each, path) for each in ignored):
+        is_target = not targets or "Linear" in targets or _names(targets, path)
+        if is_target and not _names(ignored, path) and location not in ("weight_input", "weight_output"):
             return key
     return None
+
+
+def _names(entries: list, path: str) -> bool:
+    return any(_matches(entry, path) for entry in entries)
 
 
 def _transforms(groups: Mapping[str, Any]) -> Iterator[tuple[str, object, list, list]]:
@@ -478,9 +482,9 @@ def rotation_of(config: Mapping[str, Any]) -> str | None:
     (SpinQuant's R1, as llm-compressor stores it); None where there is none."""
     for path in _INLINE:
         groups = _mapping(_mapping(_at(config, (*path, "transform_config"))).get("config_groups"))
-        for key, location, targets, _ in _transforms(groups):
-            is_target = any(_matches(target, "model.embed_tokens") for target in targets)
-            if is_target and location in ("weight_output", "output"):
+        for key, location, targets, ignored in _transforms(groups):
+            named = [path for path in _EMBEDDINGS if _names(targets, path) and not _names(ignored, path)]
+            if named and location in ("weight_output", "output"):
                 return key
     return None
 

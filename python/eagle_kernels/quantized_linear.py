@@ -150,8 +150,9 @@ class QuantizedLinear(_LoadsWhole):
         if self.format == COMPRESSED and given is not None and self.wrong_in(state_dict, prefix) is None:
             own = self.quantized.scales
             if given.shape != own.shape:
-                # Another weight has another number of exceptions. No CUDA graph reads this buffer: it is on a CPU.
-                self.weight_scale = torch.empty(given.shape, dtype=given.dtype, device=own.device)
+                # Another weight has another number of exceptions. No CUDA graph reads this buffer: it is on a CPU. It
+                # holds the new ones at once, since a call in another thread takes columns from them.
+                self.weight_scale = given.detach().to(own.device, copy=True)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
