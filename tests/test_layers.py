@@ -278,7 +278,7 @@ def test_a_packed_layer_stays_packed_where_a_move_fails() -> None:
 
 @needs_packing
 def test_a_packed_layer_that_is_unpacked_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, which moves or reloads it: an AssertionError without a word."""
+    """By another thread, which moves or reloads it: an assertion failed."""
     layer, chunks = make_layer(bias=True).prepack(), torch.randn(T, K * H).bfloat16()
     before, concatenate = layer(chunks), layers.concatenate
 

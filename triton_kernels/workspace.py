@@ -115,15 +115,14 @@ def _grown(op: str, numel: int, device: torch.device, buffers: list[Tensor]) -> 
 def _take_turns(device: torch.device, last: _Turn | None) -> _Turn:
     handle, stream = current_stream(device.index), torch.cuda.current_stream(device)
     is_captured = _is_capturing(stream)
-    other = None
-    for turn in () if last is None else (last, last.other):
-        if turn is None:
-            continue
+    other, turn = None, last
+    while turn is not None:
         # A capture cannot wait for a stream outside of it, and a stream that waits for one inside becomes part of it.
         if _is_capturing(turn.stream) != is_captured:
             other = other or turn._replace(other=None)
         elif turn.handle != handle:
             stream.wait_stream(turn.stream)
+        turn = turn.other
     return _Turn(handle, stream, other)
 
 

@@ -65,8 +65,9 @@ def weight_and_bias(linear: Any) -> tuple[Any, Any]:
     except KeyError:
         checks.check_unwrapped("norm_concat_linear", "weight", linear)
         return parameter_of(linear), parameter_of(linear, "bias")
-    if weight is None and (packed := getattr(linear, "packed", None)) is not None:  # by another thread, since the call
-        weight = linear.dense(packed)  # began
+    # Another thread may have packed the layer since the call found it dense.
+    if weight is None and (packed := getattr(linear, "packed", None)) is not None:
+        weight = linear.dense(packed)
     return weight, bias
 
 

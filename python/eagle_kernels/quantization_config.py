@@ -483,8 +483,8 @@ def rotation_of(config: Mapping[str, Any]) -> str | None:
     for path in _INLINE:
         groups = _mapping(_mapping(_at(config, (*path, "transform_config"))).get("config_groups"))
         for key, location, targets, ignored in _transforms(groups):
-            named = [path for path in _EMBEDDINGS if _names(targets, path) and not _names(ignored, path)]
-            if named and location in ("weight_output", "output"):
+            is_target = any(_names(targets, name) and not _names(ignored, name) for name in _EMBEDDINGS)
+            if is_target and location in ("weight_output", "output"):
                 return key
     return None
 

@@ -250,7 +250,7 @@ def calls_of_all_settings() -> None:
 
 def more_programs_than_a_grid_has() -> None:
     """Nothing of these 8 GB is ever touched, nor reserved."""
-    N, no_reserve = 2**32 + 5, 0x4000  # MAP_NORESERVE, for which Python 3.10 has no name
+    N, no_reserve = 2**32 + 5, 0x4000  # MAP_NORESERVE, which mmap has from Python 3.13 on
     memory = mmap.mmap(-1, 2 * N, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
     x, out = torch.zeros(1, 1).bfloat16().expand(N, 1), torch.frombuffer(memory, dtype=torch.bfloat16)[:, None]
     ek.norm_concat([x[:9]], out=out[:9])
