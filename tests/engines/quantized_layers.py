@@ -1,5 +1,7 @@
 """A layer of a checkpoint in the layouts that quantizers write."""
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
@@ -65,3 +67,11 @@ def written(layer: str, weight: Tensor, layout: str) -> tuple[dict[str, Tensor],
     if tensors_of.__name__ == "deepseek":
         quantized = ek.QuantizedWeight(quantized.codes, tensors[f"{layer}.scale"], format)
     return tensors, quantized
+
+
+def streamed(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """As a loader yields them that overwrites each once it is asked for the next."""
+    for name, tensor in tensors.items():
+        memory = tensor.clone()
+        yield name, memory
+        memory.untyped_storage().fill_(0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import test_int4_checkpoint as int4
 from eagle_kernels.engines import eligibility, scales
 from eagle_kernels.models import families
-from engines.quantized_layers import IN_GROUPS, config_of, in_integers, written
+from engines.quantized_layers import IN_GROUPS, config_of, in_integers, streamed, written
 from test_quantized_checkpoint import LAYOUTS, LEAVES_OUT
 
 LOGGER = logging.getLogger("eagle_kernels.engines.scales")
@@ -253,6 +253,16 @@ def test_codes_and_scales_of_several_files_come_in_any_order(layout: str) -> Non
         got = loaded(Drafter(fc=linear()), {**dict(order[:2]), "norm.weight": torch.ones(W), **dict(order[2:])})
         assert got.keys() == {"norm.weight", *expected}
         assert all(torch.equal(got[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("layout", ["hf-block", "compressed-nvfp4"])
+def test_codes_outlive_the_memory_that_they_were_read_into(layout: str) -> None:
+    """In SGLang, Run:ai's streamer reads all tensors into one buffer, and fastsafetensors frees a file's memory after
+    its last tensor."""
+    tensors, expected = quantized(layout, "fc")
+    weights = streamed(tensors)
+    ((_, weight),) = scales.scaled(Drafter(fc=linear()), weights, {Unquantized}, "an engine", LOGGER, reused=True)
+    assert torch.equal(weight, expected)
 
 
 def test_a_scale_of_another_load_is_an_error_of_the_codes() -> None:

@@ -127,6 +127,8 @@ def scaled(
     unquantized: Collection[type],
     engine: str,
     logger: logging.Logger,
+    *,
+    reused: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights for `model.load_weights`, dequantized where the layer is unquantized.
 
@@ -136,8 +138,9 @@ def scaled(
     Args:
         unquantized: the exact types of quant_method of unquantized layers; a torch nn.Linear is one as well.
         engine: its name, for the log.
+        reused: whether a tensor's memory may be overwritten or freed once `weights` has yielded the next one.
     """
-    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), _padded_rows(model), logger)
+    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), _padded_rows(model), logger, reused)
     return _scaled(weights, _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model))), drafter)
 
 
@@ -150,7 +153,7 @@ def _scaled(
         path, _, parameter = name.rpartition(".")
         is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
         if not is_dense and layers.of(path) is not None:
-            tensors_of.setdefault(path, {})[parameter] = tensor
+            tensors_of.setdefault(path, {})[parameter] = tensor.clone() if drafter.reused else tensor
         else:
             others.append(name)
             yield name, tensor
@@ -173,6 +176,7 @@ class _Drafter:
     quantization: Mapping[str, Any] | None
     rows: Mapping[str, int]  # by the names of layers whose numbers are padded to them
     logger: logging.Logger
+    reused: bool
 
     def is_read_by_engine(self, path: str, tensors: Mapping[str, Tensor]) -> bool:
         layer, names = _READ_BY_ENGINE.get(self.name, ("", ()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import logging
 import socket
 import subprocess
 import sys
@@ -19,11 +20,12 @@ pytest.importorskip("sglang")
 import eagle_kernels as ek
 from accuracy import outliers, relative_rms
 from backends import environment_of
+from eagle_kernels.engines import eligibility
 from eagle_kernels.engines.sglang import capture, context, layer0, mtp, projection, scales, vocab
 from eagle_kernels.engines.sglang.hooks import Hook
 from eagle_kernels.engines.sglang.normed_linear import NormedLinear
 from eagle_kernels.ops.sources import Sources, formula
-from engines.quantized_layers import written
+from engines.quantized_layers import streamed, written
 from engines.sglang import checkpoints
 
 T, K, Ht, Hd, V = 7, 3, 96, 160, 100
@@ -233,13 +235,13 @@ def test_llama_drafter_as_wide_as_its_sources(monkeypatch: pytest.MonkeyPatch, m
 
 
 def load_weights_of(model: nn.Module, weights: dict[str, Tensor], *, is_drafter: bool) -> None:
-    """Loads weights as SGLang's model runner does."""
+    """Loads weights as SGLang's model runner does, from a loader that reuses their memory."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     runner = types.SimpleNamespace(is_draft_worker=is_drafter)
 
     def load_model(runner: object) -> None:
-        DefaultModelLoader.load_weights_only(model, iter(weights.items()), torch.device("cpu"))
+        DefaultModelLoader.load_weights_only(model, streamed(weights), torch.device("cpu"))
 
     scales._load_model(load_model, runner)
 
@@ -778,6 +780,26 @@ def test_a_replicated_drafter_and_one_rank_get_the_table_itself() -> None:
         assert model.get_embed_and_head_for_draft(embedding)[0] is weight
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_shard_that_fails_is_sglangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, target: str
+) -> None:
+    """In a next version a name that the hook reads may be gone."""
+    from sglang.srt.distributed import utils
+    from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    weight = nn.Parameter(torch.randn(100, 8), requires_grad=False)
+    model = gemma(target, 100, weight)
+    eligibility.clear_logged()
+    with on_rank(1, 2):
+        embedding = VocabParallelEmbedding(100, 8)
+        monkeypatch.delattr(utils, "get_group_rank_size")
+        embed, _ = model.get_embed_and_head_for_draft(embedding)
+    assert torch.equal(embed, weight if "gemma4_mm" in target or "unified" in target else weight[50:])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "vocab stays with SGLang" in warning and "get_group_rank_size" in warning
+
+
 def test_copies_follow_the_target_when_it_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -966,6 +988,33 @@ def test_a_capture_that_does_not_fit_its_slot_stays_a_list() -> None:
     streams = [torch.randn(T, Ht), torch.randn(Ht, T).t(), torch.randn(T, Ht)]  # the op needs contiguous rows
     expected = torch.cat(streams, -1)
     assert torch.equal(pack_aux_hidden_states(model(streams, batch(torch.empty(0)))), expected)
+
+
+@pytest.mark.parametrize("calls", [0, 1])  # before one fails
+def test_a_capture_that_fails_leaves_all_to_sglang(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, calls: int
+) -> None:
+    from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
+
+    called, op = [], capture.capture_hidden
+
+    def fail(*args: object, **kwargs: object) -> Tensor:
+        called.append(args)
+        if len(called) > calls:
+            raise RuntimeError("ours")
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(capture, "capture_hidden", fail)
+    monkeypatch.setattr(capture, "_failed", False)
+    eligibility.clear_logged()
+    model = watched([1, 4, 5])
+    for _ in range(2):
+        streams = [torch.randn(T, Ht) for _ in range(K)]
+        packed = pack_aux_hidden_states(model([stream.clone() for stream in streams], batch(torch.empty(0))))
+        assert torch.equal(packed, torch.cat(streams, -1))
+    assert len(called) == calls + 1  # a failed op is not called again
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "capture stays with SGLang from now on" in warning and "ours" in warning
 
 
 def test_a_list_outside_a_forward_is_sglangs() -> None:

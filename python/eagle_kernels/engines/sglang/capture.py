@@ -44,8 +44,14 @@ class Slots:
             self.broken = True
             return None
         slot = self.buffer[:, self.taken * H : (self.taken + 1) * H]
+        try:
+            captured = capture_hidden(hidden, residual, out=slot)
+        except Exception as failure:
+            _give_up(failure)
+            self.broken = True
+            return None
         self.taken += 1
-        return capture_hidden(hidden, residual, out=slot)
+        return captured
 
     def packed(self) -> Tensor | None:
         return self.buffer if self.taken == self.num_chunks and not self.broken else None
@@ -63,8 +69,15 @@ def fitting(buffer: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
     return like.new_empty(shape)
 
 
+_failed = False  # whether a call of the op has: SGLang's list has captured since
 _slots: Slots | None = None  # those of the running forward, until a list takes them
 _widths: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # K*H of each watched target
+
+
+def _give_up(failure: Exception) -> None:
+    global _failed
+    _failed = True
+    log_once(LOGGER, logging.WARNING, f"capture stays with SGLang from now on, capture_hidden failed: {failure!r}")
 
 
 def claim() -> Slots | None:
@@ -90,6 +103,8 @@ def _watch(result: None, *, model: Any, eagle_use_aux_hidden_state: bool, **kwar
 
     def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
         global _slots
+        if _failed:
+            return
         batch = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "aux_hidden_states_buffer")), None)
         _slots = Slots(num_chunks, getattr(batch, "aux_hidden_states_buffer", None))
 

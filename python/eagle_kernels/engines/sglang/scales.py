@@ -43,7 +43,8 @@ def _scaled(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterable
 
     from ..scales import scaled  # reads checkpoints; this module is loaded in processes that run no model
 
-    return scaled(model, weights, {UnquantizedLinearMethod}, "SGLang", LOGGER)
+    # Run:ai's streamer reads all tensors into one buffer, and fastsafetensors frees a file's memory after its last.
+    return scaled(model, weights, {UnquantizedLinearMethod}, "SGLang", LOGGER, reused=True)
 
 
 HOOKS = (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...vocab_shard import VocabShard, shard_vocab_weight
 from ..eligibility import log_once
 from ..gates import Target
-from .hooks import LOGGER, Hook
+from .hooks import LOGGER, Hook, leaving_to_sglang
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,18 @@ def _rows(weight: Tensor, shard: VocabShard) -> Tensor:
 def _shard_weight(
     original: Callable, model: Any, weight: Tensor, *, draft_embedding: nn.Module | None = None
 ) -> Tensor:
-    rows = shard_for_draft(weight, draft_embedding, model.config.vocab_size)
+    rows = None
+    with leaving_to_sglang("vocab"):
+        rows = shard_for_draft(weight, draft_embedding, model.config.vocab_size)
     return original(model, weight, draft_embedding=draft_embedding) if rows is None else rows
 
 
 def _get_embed_and_head_for_draft(model: Any, draft_embedding: nn.Module) -> tuple[Tensor, Tensor]:
     """The method that SGLang looks for and the Gemma 4 wrapper lacks; its head is its embedding."""
     embed, head = model.get_embed_and_head()
-    rows = shard_for_draft(embed, draft_embedding, model.config.text_config.vocab_size)
+    rows = None
+    with leaving_to_sglang("vocab"):
+        rows = shard_for_draft(embed, draft_embedding, model.config.text_config.vocab_size)
     return (embed, head) if rows is None else (rows, rows)
 
 
