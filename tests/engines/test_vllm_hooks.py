@@ -831,6 +831,29 @@ def test_a_call_that_fails_leaves_the_stage_to_vllm(
     assert "eh_proj stays with vLLM, norm_concat_linear failed: RuntimeError('no more')" in log()
 
 
+def test_a_layer_whose_op_failed_does_not_try_again(
+    vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
+) -> None:
+    """Each step would fail anew, with a line of its own where the message has the number of rows."""
+    from eagle_kernels.engines import projection
+
+    register()
+    layer = build(vllm, "DeepSeekMTPModel").model.layers["61"]
+    rows: list[int] = []
+
+    def fail(sources: object, *args: object) -> Tensor:
+        rows.append(len(sources.chunks[0]))
+        raise RuntimeError(f"{rows[-1]} rows")
+
+    monkeypatch.setattr(projection, "project", fail)
+    for T in (3, 4):
+        layer(None, torch.arange(T), torch.randn(T, H), torch.randn(T, H))
+    assert rows == [3]
+    assert [line for line in log() if "failed" in line] == [
+        "eh_proj stays with vLLM, norm_concat_linear failed: RuntimeError('3 rows')"
+    ]
+
+
 def test_a_forced_stage_that_fails_at_load_is_packed_as_ever(
     vllm: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable
 ) -> None:

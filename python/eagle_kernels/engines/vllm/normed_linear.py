@@ -61,20 +61,20 @@ class NormedLinear(_Base):
     projection: EngineProjection
     eagle_kernels_name: str
     aside: Unnormed | None = None  # replaces the next input
+    gave_up = False  # since a call of the op failed
 
     def forward(self, x: Tensor | Unnormed) -> Any:
         if torch.compiler.is_compiling():
             return self._as_vllm_returns_it(self._projected(x))
         x, self.aside = self.aside or x, None
-        try:
-            return self._as_vllm_returns_it(self._projected(x))
-        except Exception as failure:
-            log_once(
-                LOGGER,
-                logging.WARNING,
-                f"{self.eagle_kernels_name} stays with vLLM, norm_concat_linear failed: {failure!r}",
-            )
-            return super().forward(self._engines_own_normed(x))
+        if not self.gave_up:
+            try:
+                return self._as_vllm_returns_it(self._projected(x))
+            except Exception as failure:
+                self.gave_up = True
+                message = f"{self.eagle_kernels_name} stays with vLLM, norm_concat_linear failed: {failure!r}"
+                log_once(LOGGER, logging.WARNING, message)
+        return super().forward(self._engines_own_normed(x))
 
     def _projected(self, x: Tensor | Unnormed) -> Tensor:
         if isinstance(x, Unnormed):
