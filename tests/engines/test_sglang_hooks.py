@@ -4,6 +4,7 @@
 """
 
 import ast
+import copy
 import dataclasses
 import importlib
 import importlib.util
@@ -730,6 +731,24 @@ def test_two_norms_and_a_projection_run_the_op_where_it_is_faster(
     for T in inputs:
         assert relative_difference(fused(*inputs[T]), own[T]) <= (0 if fails else 0.02)
     assert len(calls) == (1 if fails else {"always": 2, "T<=16": 1, "never": 0}[runs])
+
+
+@pytest.mark.parametrize(
+    ("module", "prepare"), [(Predictor, mtp.prepare), (Layer, layer0._prepare)], ids=["mtp", "layer0"]
+)
+def test_a_copy_of_a_model_runs_its_own_modules(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, module: type, prepare: Callable
+) -> None:
+    monkeypatch.setattr(mtp, "PREDICTORS", (STEP,))
+    monkeypatch.setattr(stage, "force", True)
+    fused, inputs = module(), torch.randn(2, 3, H).bfloat16()
+    prepare(fused)
+    before = fused(*inputs)
+    copied = copy.deepcopy(fused)
+    for linear in copied.modules():
+        if isinstance(linear, nn.Linear):
+            linear.weight.data.mul_(2)
+    assert torch.equal(copied(*inputs), 2 * before) and torch.equal(fused(*inputs), before)
 
 
 def test_a_qwen4_exp_with_one_stream_runs_the_op(

@@ -5,8 +5,9 @@ the linear layer norms, concatenates and projects what was set aside. The module
 are, so weights are loaded and updated as before.
 """
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class NormedLinear:
             return
         *norms, linear = self.modules
         for k, norm in enumerate(norms):
-            norm.forward = self._norm(k)
+            norm.forward = functools.partial(self._norm, k)  # no closure: a copy of the model has the copy's norms
         linear.forward = self._project
 
     def _engine(self, packed: Tensor) -> Tensor:
@@ -61,19 +62,16 @@ class NormedLinear:
         normed = [norm(chunk).to(dtype) for norm, chunk in zip(norms, chunks, strict=True)]
         return linear(normed[0] if len(normed) == 1 else torch.cat(normed, -1))
 
-    def _norm(self, k: int) -> Callable[..., Tensor]:
-        def forward(x: Tensor, *args: object, **kwargs: object) -> Tensor:
-            if k in self.asked:  # left over from a forward that did not finish
-                self.aside, self.asked = {}, set()
-            # The first norm of a forward decides for both: SGLang may give them different numbers of rows.
-            takes = len(self.aside) > 0 if self.asked else not (args or kwargs) and self._takes(x.shape[0])
-            self.asked.add(k)
-            if not takes:
-                return self.forwards[k](x, *args, **kwargs)
-            self.aside[k] = x
-            return x[:, :0]
-
-        return forward
+    def _norm(self, k: int, x: Tensor, *args: object, **kwargs: object) -> Tensor:
+        if k in self.asked:  # left over from a forward that did not finish
+            self.aside, self.asked = {}, set()
+        # The first norm of a forward decides for both: SGLang may give them different numbers of rows.
+        takes = len(self.aside) > 0 if self.asked else not (args or kwargs) and self._takes(x.shape[0])
+        self.asked.add(k)
+        if not takes:
+            return self.forwards[k](x, *args, **kwargs)
+        self.aside[k] = x
+        return x[:, :0]
 
     def _takes(self, rows: int) -> bool:
         # A module wrapped since (LoRA) would see views without columns.
