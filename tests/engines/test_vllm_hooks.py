@@ -1109,6 +1109,18 @@ def test_a_renamed_speculator_method_is_named_once(v2: types.SimpleNamespace, lo
     assert ops == ["norm_concat_linear"]
 
 
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.99.0"])
+def test_a_method_that_a_tested_version_does_not_have_is_no_warning(
+    v2: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch, log: Callable, version: str
+) -> None:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version, raising=False)
+    del v2.DFlashSpeculator._store_hidden_states
+    register()
+    build(v2)
+    lines = [line for line in log() if "no zero-copy route" in line]
+    assert len(lines) == (version == "0.99.0") and all("_store_hidden_states is not there" in line for line in lines)
+
+
 def test_hooks_go_in_once(v2: types.SimpleNamespace, log: Callable) -> None:
     """vLLM loads plugins once per process; a forked worker or a test may do so again."""
     register()

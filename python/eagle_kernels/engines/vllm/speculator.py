@@ -9,6 +9,7 @@ needs to.
 """
 
 import functools
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ..eligibility import log_once
 from ..gates import Target, TargetError, resolve
-from . import LOGGER
+from . import LOGGER, TESTED_VERSIONS
 from .registry import ONLY_032, ONLY_033
 
 _SPECULATORS = "vllm.v1.worker.gpu.spec_decode"
@@ -39,8 +40,10 @@ DFLASH = Target(
 
 def hook() -> None:
     """Hook the speculators this process has imported; V1 imports none, and DFlash's of 0.32 lacks the method."""
+    version = getattr(sys.modules.get("vllm"), "__version__", "").partition("+")[0]
     for target, wrap in ((EAGLE, _propose), (DFLASH, _store_hidden_states)):
-        if target.module not in sys.modules:
+        lacks_it = version in TESTED_VERSIONS and version not in itertools.chain(*target.bodies.values())
+        if target.module not in sys.modules or lacks_it:
             continue
         try:
             _hook(target, wrap)
