@@ -80,6 +80,18 @@ def test_candidates_fit_on_every_preset(T: int, dtype: torch.dtype) -> None:
             assert not any(tiles.swap and tiles.BT < 64 for tiles in swapped)
 
 
+def test_the_weight_is_the_left_operand_only_where_the_tensor_cores_take_it() -> None:
+    """wgmma and tcgen05 have 64 rows at least on the left: other candidates fail to compile, in minutes of --limit."""
+    sizes = (64, 3, 4096, 4096, torch.bfloat16)
+    start = tune.start_tiles(H100, *sizes)
+    assert start.swap
+    assert {tiles.BD for tiles in tune.neighbors(start, "BD", H100, 4096, torch.bfloat16)} == {64, 256}
+    (unswapped,) = tune.neighbors(start, "swap", H100, 4096, torch.bfloat16)
+    assert not unswapped.swap
+    a100 = Gpu("NVIDIA A100-SXM4-80GB", 80, 163 << 10)
+    assert not list(tune.neighbors(tune.start_tiles(a100, *sizes), "swap", a100, 4096, torch.bfloat16))
+
+
 def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
     facts = {"torch": "2.13.0", "triton": "3.9.0", "date": "today", "commit": "0"}
     write_rows(H100.name, SHAPE, {1: START, 256: None}, facts, tmp_path / "new folder")
@@ -111,7 +123,11 @@ def test_the_call_that_the_log_names(
     (command,) = re.findall("`eagle-kernels (.*?)`", caplog.records[0].getMessage())
     assert command.endswith("--write")
     assert main([*command.split(), "--dry-run", "--tokens", "8"]) == 0
-    assert "explicit:eagle3 K=3 H=2816 D=1408 fp16 T=8" in capsys.readouterr().out
+    heading, start, *candidates = capsys.readouterr().out.splitlines()
+    assert heading.startswith("explicit:eagle3 K=3 H=2816 D=1408 fp16 T=8")
+    assert start.startswith("  starts from BT=16 BD=64 ")
+    for candidate in ("BD=32 BK=128", "BD=64 BK=64", "num_warps=8", "num_stages=2"):
+        assert any(candidate in line for line in candidates), candidate
     assert not table_path(H100.name, tmp_path).exists()
 
 

@@ -829,6 +829,15 @@ FITS: dict[str, tuple[Callable[[], Files], Callable, dict]] = {
         in_stacked_blocks,
         {f"{EXPERTS}.gate_up_proj": "F8_E4M3 with scale_inv"},
     ),
+    "MTP with stacked experts in FP8 blocks, gate's and up's apart": (
+        # Of 150 rows each: 300 are 3 blocks, and each of the two has 2 of its own.
+        MTPCheckpoints,
+        lambda c: (
+            in_stacked_blocks(c),
+            stacked(c, None, gate_up_proj=torch.ones(3, 300, 130).to(FP8), gate_up_proj_scale_inv=torch.ones(3, 4, 2)),
+        ),
+        {f"{EXPERTS}.gate_up_proj": "F8_E4M3 with scale_inv"},
+    ),
     "MTP with stacked experts in FP8, of one scale each": (
         MTPCheckpoints,
         lambda c: stacked(
@@ -1715,6 +1724,17 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("decoder-layers", (SGLANG,), "and the file has the layers [0, 1]: it skips the others, and says nothing"),
         ],
     ),
+    "a layer that the config in speculators' format lacks, which SGLang does not read": (
+        lambda c: (
+            with_attention(c),
+            c.drafter.update(speculators_model_type="eagle3", norm_output=True),
+            c.weights.update({"layers.1.mlp.up_proj.weight": torch.ones(8, D)}),
+        ),
+        [
+            ("format", (SGLANG,), "does not know the format of speculators"),
+            ("decoder-layers", (V1, V2), "and the file has the layers [0, 1]: it fails to load the others"),
+        ],
+    ),
     "two layers of a latent drafter": (
         lambda c: (
             with_latent_attention(c, num_hidden_layers=2),
@@ -2558,6 +2578,14 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.target.update(quantization_config=GPTQ | {"dynamic": {"-:.*mtp.*mlp": {}, "-:.*fc": {}}}),
         ),
         [("layer-quantized", (SGLANG,), f"builds mtp.layers.0.{OUT} quantized, as quantization_config says of it")],
+    ),
+    "Qwen 3.5 whose config has a rule for MTP that leaves nothing out, with a layer in numbers": (
+        lambda c: (
+            as_qwen35(c, in_codes=False),
+            c.weights.update({f"mtp.layers.0.{OUT}.weight": torch.ones(96, 64)}),
+            c.target.update(quantization_config=GPTQ | {"dynamic": {"+:.*mtp.*": {"bits": 4}, "-:.*fc": {}}}),
+        ),
+        [("layer-quantized", (SGLANG, V1, V2), f"builds mtp.layers.0.{OUT} quantized, as quantization_config says of")],
     ),
     "Qwen 3.5 with a layer in codes whose config leaves out another part of MTP": (
         lambda c: (
@@ -3452,6 +3480,10 @@ STACK_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
         lambda c: (in_stacked_blocks(c), c.weights.update({DOWN: torch.ones(3, 130, 48, dtype=torch.int16)})),
         [("load", ALL, f"{DOWN} is [3, 130, 48] of I16, expected codes of stacked experts")],
     ),
+    "stacked experts in FP8 of one dimension too many": (
+        lambda c: (in_stacked_blocks(c), c.weights.update({DOWN: torch.ones(3, 2, 65, 48).to(FP8)})),
+        [("load", ALL, f"{DOWN} is [3, 2, 65, 48] of F8_E4M3, expected codes of stacked experts")],
+    ),
     "stacked experts in NVFP4 without their second scale": (
         lambda c: (in_stacked_nvfp4(c), c.weights.pop(f"{DOWN}_weight_scale_2")),
         [
@@ -3716,20 +3748,23 @@ def test_experts_have_other_schemes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kind", "engines"),
+    ("architecture", "kind", "layers", "engines"),
     [
-        pytest.param("Glm4MoeForCausalLM", "glm4_moe", [(V1, V2)], id="glm-4.7"),
-        pytest.param("DeepseekV3ForCausalLM", "deepseek_v3", [(SGLANG,), (V1, V2)], id="deepseek"),
+        pytest.param("Glm4MoeForCausalLM", "glm4_moe", 1, [(V1, V2)], id="glm-4.7"),
+        pytest.param("Glm4MoeForCausalLM", "glm4_moe", 0, [(SGLANG,), (V1, V2)], id="glm-4.7-without-layers"),
+        pytest.param("Glm4MoeForCausalLM", "glm4_moe", None, [(SGLANG,), (V1, V2)], id="glm-4.7-of-none"),
+        pytest.param("DeepseekV3ForCausalLM", "deepseek_v3", 1, [(SGLANG,), (V1, V2)], id="deepseek"),
     ],
 )
 @pytest.mark.parametrize("is_indexed", [False, True], ids=["outside", "indexed"])
 def test_mtp_safetensors_outside_the_index(
-    architecture: str, kind: str, engines: list[tuple], is_indexed: bool, tmp_path: Path
+    architecture: str, kind: str, layers: int | None, engines: list[tuple], is_indexed: bool, tmp_path: Path
 ) -> None:
-    """SGLang reads it for GLM-4.5 to 4.7 alone; doctor found no MTP layer, and load_checkpoint neither."""
+    """SGLang reads it for GLM-4.5 to 4.7 alone, whose config says that it has layers; doctor found no MTP layer, and
+    load_checkpoint neither."""
     checkpoints = MTPCheckpoints()
     of_family(checkpoints, architecture, kind)
-    checkpoints.target.update(num_nextn_predict_layers=1)
+    checkpoints.target.update(num_nextn_predict_layers=layers)
     target, drafter = checkpoints.save(tmp_path)
     (drafter / "model.safetensors").rename(drafter / "mtp.safetensors")
     save_file({"model.norm.weight": torch.ones(2 * H)}, drafter / "model-00001-of-00001.safetensors")

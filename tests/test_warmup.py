@@ -1,5 +1,6 @@
 """warmup: which calls it makes. tests/gpu shows that nothing compiles after it."""
 
+import contextlib
 import functools
 import re
 
@@ -70,6 +71,12 @@ def test_a_generator_is_read_once_and_what_is_no_tensor_named(calls: list[dict])
             ek.warmup("norm_concat_linear", wrong, weight)
 
 
+def test_a_weight_that_requires_grad(calls: list[dict]) -> None:
+    """As an nn.Linear has it: the ops refuse it in grad mode, and nothing is differentiated here."""
+    ek.warmup("norm_concat_linear", [torch.randn(2, 16)], torch.nn.Linear(16, 4, bias=False).weight)
+    assert [call["rows"] for call in calls] == [2, 1]
+
+
 def test_single_rows(calls: list[dict]) -> None:
     ek.warmup("norm_concat_linear", [torch.randn(16), torch.randn(16)], torch.randn(4, 32))
     assert [call["rows"] for call in calls] == [1]
@@ -121,6 +128,23 @@ def test_through_a_module() -> None:
 def test_errors(op: str, rows: list[int] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ek.warmup(op, [torch.randn(7, 16)], rows=rows)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["outside", "in-a-capture"])
+def test_a_capture_is_refused_and_the_device_waited_for(
+    is_captured: bool, calls: list[dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waits for the device, as a compilation does, ends a capture with an error that names no cause."""
+    waits: list[int] = []
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waits.append(len(calls)))
+    refused = pytest.raises(RuntimeError, match=r"^warmup: the current stream is being captured, expected")
+    with refused if is_captured else contextlib.nullcontext():
+        ek.warmup("norm_concat_linear", [torch.randn(2, 16)], torch.randn(4, 16))
+    assert [call["rows"] for call in calls] == ([] if is_captured else [2, 1])
+    assert waits == ([] if is_captured else [2])
 
 
 H = 16
