@@ -59,6 +59,12 @@ def test_interval_of_equal_variants_holds_one() -> None:
     assert measured.low <= 1 <= measured.high
 
 
+def test_the_interval_of_a_ratio_by_its_ranks() -> None:
+    """Of 100 pairs the 41st and the 61st: 50 -+ 0.98 * 10."""
+    measured = ratio(Samples(tuple(range(100))), Samples((1.0,) * 100))
+    assert (measured.value, measured.low, measured.high) == (49.5, 40, 60)
+
+
 def test_the_timer_on_cpu_reads_the_clock_before_and_after_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
 
@@ -226,6 +232,9 @@ def test_the_floor_of_memory_goes_by_what_is_read_and_what_is_written() -> None:
         assert rates.memory_seconds(Traffic(10**9, 10**9)) == pytest.approx(2e9 / rates.copy)
     overlapping = Rates(45e9, 34e9, 1.0, add=48e9)
     assert overlapping.memory_seconds(Traffic(2 * 10**9, 10**9)) == pytest.approx(3e9 / 48e9)
+    # Between the streams a row takes what streams of its bytes take: an addition and two reads, an addition and a copy.
+    assert overlapping.memory_seconds(Traffic(4 * 10**9, 10**9)) == pytest.approx(3 / 48 + 2 / 34)
+    assert overlapping.memory_seconds(Traffic(3 * 10**9, 2 * 10**9)) == pytest.approx(3 / 48 + 2 / 45)
     for traffic in (Traffic(10**9, 0), Traffic(10**9, 10**9), Traffic(10**9, 2 * 10**9)):
         without = Rates(45e9, 34e9, 1.0).memory_seconds(traffic)
         assert overlapping.memory_seconds(traffic) == pytest.approx(without)
@@ -256,6 +265,11 @@ def test_memory_limits_copies_and_says_so() -> None:
     rotation = plan_rotation(Footprint(touched=100 * MB, resident=300 * MB, fixed=100 * MB), 480 * MB, 1500 * MB)
     assert (rotation.copies, rotation.is_cold) == (3, False)
     assert "memory" in rotation.limit
+
+
+def test_a_short_row_has_no_more_copies_than_a_graph_can_hold() -> None:
+    rotation = plan_rotation(Footprint(touched=100, resident=100, fixed=0), 480 * MB, 20000 * MB)
+    assert (rotation.copies, rotation.is_cold, rotation.limit) == (1 << 16, False, "65536 copies")
 
 
 def test_two_copies_at_least() -> None:

@@ -1,5 +1,6 @@
 """tune: the search on stub times, the table it writes, and the call that the log names."""
 
+import json
 import logging
 import math
 import re
@@ -100,6 +101,8 @@ def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
     assert read_rows(H100.name, SHAPE, path.parent) == {1: START, 16: START, 256: None}
     assert read_rows(H100.name, Shape(2, 64, 64, "float32"), path.parent) == {8: START}
     assert list(path.parent.iterdir()) == [path]
+    (entry, _) = json.loads(path.read_text())["norm_concat_linear"]
+    assert list(entry["rows"]) == ["1", "16", "256"] and entry["measured_with"] == facts
     options = {"has_residuals": False, "directory": path.parent}
     assert choose_tiles(H100, 300, 3, 4096, 4096, torch.bfloat16, **options)[0] is None
     assert choose_tiles(H100, 20, 3, 4096, 4096, torch.bfloat16, **options)[0] == START

@@ -3,12 +3,13 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.tuned_configs import CONFIGS, SPLIT_ROWS, Gpu, Tiles, choose_tiles, heuristic
+from eagle_kernels.tuned_configs import CONFIGS, SPLIT_ROWS, Gpu, Tiles, choose_tiles, gpu_of, heuristic
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 227 << 10)
 GPUS = [
@@ -49,6 +50,21 @@ def test_the_nearest_entry_in_log_space(T: int, nearest: int, directory: Path) -
     assert reason == f"T={nearest} is the tuned entry nearest to T={T}"
     expected = {1: Tiles(**TILES | {"BD": 16}), 16: Tiles(**TILES), 256: None}
     assert nearest == 64 or tiles == expected[nearest]
+
+
+def test_what_the_driver_says_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    h200 = {"name": "NVIDIA H200", "major": 9, "minor": 0, "shared_memory_per_block_optin": 227 << 10}
+    mi300x = {"name": "AMD Instinct MI300X", "major": 9, "minor": 4, "gcnArchName": "gfx942:sramecc+:xnack-"}
+    for properties, processors, hip, expected in (
+        (h200, 132, None, Gpu("NVIDIA H200", 90, 227 << 10, 132)),
+        (h200 | {"major": 12, "minor": 1}, 188, None, Gpu("NVIDIA H200", 121, 227 << 10, 188)),
+        # ROCm's torch has no field for the shared memory of a program, which is 64 KB.
+        (mi300x, 304, "7.2", Gpu("AMD Instinct MI300X", "gfx942", 64 << 10, 304)),
+    ):
+        answer = SimpleNamespace(**properties, multi_processor_count=processors)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, answer=answer: answer)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert gpu_of.__wrapped__(torch.device("cuda", 0)) == expected
 
 
 def test_a_residual_takes_stages_that_do_not_fit(directory: Path) -> None:

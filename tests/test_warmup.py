@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.nn.parameter import UninitializedParameter
 
 import eagle_kernels as ek
 from eagle_kernels import ops
@@ -59,6 +60,14 @@ def test_what_an_index_gathers_stays_whole(calls: list[dict]) -> None:
     assert calls[1]["rows"] == 3
 
 
+@pytest.mark.parametrize("indices", [[None, None], [None], [torch.tensor([2, 0, 1]), None]], ids=["K", "one", "mixed"])
+def test_sum_squares_of_chunks_that_no_index_gathers_are_cut(indices: list, calls: list[dict]) -> None:
+    """They kept their rows beside fewer rows of the chunks, which the op refuses."""
+    chunks, statistics = [torch.randn(3, 16) for _ in range(2)], torch.rand(3, 2)
+    ek.warmup("norm_concat_linear", chunks, torch.randn(4, 32), indices=indices, sum_squares=statistics)
+    assert [call["rows"] for call in calls] == [call["sum_squares"].shape[0] for call in calls] == [3, 2, 1]
+
+
 def test_a_generator_is_read_once_and_what_is_no_tensor_named(calls: list[dict]) -> None:
     chunks, weight = [torch.randn(2, 16), torch.randn(2, 16)], torch.randn(4, 32)
     ek.warmup("norm_concat_linear", iter(chunks), weight, residuals=None, indices=None)
@@ -66,6 +75,7 @@ def test_a_generator_is_read_once_and_what_is_no_tensor_named(calls: list[dict])
     for wrong, message in (
         (3, "chunks is a int, expected a tensor or a sequence of tensors or None"),
         ([chunks[0], 3], "chunks[1] is a int, expected a torch.Tensor"),
+        (UninitializedParameter(), "chunks is a UninitializedParameter, expected an initialized tensor"),
     ):
         with pytest.raises(TypeError, match=f"^norm_concat_linear: {re.escape(message)}$"):
             ek.warmup("norm_concat_linear", wrong, weight)
@@ -123,6 +133,7 @@ def test_through_a_module() -> None:
     [
         ("norm", None, "op is 'norm', expected a module or"),
         ("norm_concat", [8], "rows goes up to 8, expected"),
+        ("norm_concat", [7, -1], r"rows\[1\] is -1, expected"),  # [:-1] are 6 rows
     ],
 )
 def test_errors(op: str, rows: list[int] | None, message: str) -> None:
