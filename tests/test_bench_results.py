@@ -91,6 +91,11 @@ def test_run_survives_saving(tmp_path: Path) -> None:
         pytest.param(
             '{"schema_version": 2, "environment": {}, "records": [{}]}', "record 0 has no op, preset", id="no-fields"
         ),
+        pytest.param(
+            '{"schema_version": 2, "environment": {}, "records": [3]}',
+            "record 0 is 3, expected an object",
+            id="no-record",
+        ),
     ],
 )
 def test_unreadable_run_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -139,6 +144,8 @@ def test_a_field_of_another_kind_is_named(
     [
         ({}, "speedup_low", "speedup_low"),
         ({"cold": False}, "copies_limited_by", "rotated_bytes, copies_limited_by"),
+        ({"status": "skipped"}, "reason", "reason"),
+        ({"status": "failed"}, "reason", "reason"),
     ],
 )
 def test_a_record_without_what_its_line_needs_is_named(

@@ -126,6 +126,17 @@ def test_an_older_library_counts_as_none(tmp_path: Path, missing: str) -> None:
     assert run.stderr.splitlines() == [f"the compiled kernels are left out: {older_than}"]
 
 
+@needs_compiled
+@pytest.mark.parametrize(("version", "is_too_old"), [("2.9.1+cpu", True), ("2.10.0", True), ("2.11.0a0+git1", False)])
+def test_an_older_torch_gets_no_compiled_kernels(
+    version: str, is_too_old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may lack functions that they call."""
+    monkeypatch.setattr(torch, "__version__", version)
+    reason = f"the compiled kernels need torch 2.11 or newer, and this is torch {version}"
+    assert library.load_compiled() == (reason if is_too_old else None)
+
+
 def test_a_library_that_does_not_load_is_reported_once(tmp_path: Path) -> None:
     """Calls ran plain torch, and only `explain` said so. A build without kernels was asked for: it stays silent."""
     package = library.COMPILED_LIBRARY.parent

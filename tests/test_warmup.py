@@ -81,6 +81,12 @@ def test_a_generator_is_read_once_and_what_is_no_tensor_named(calls: list[dict])
             ek.warmup("norm_concat_linear", wrong, weight)
 
 
+@pytest.mark.parametrize("chunks", [None, [], [None]], ids=["None", "empty", "of-None"])
+def test_without_rows_to_count_it_says_which_arguments_have_them(chunks: object) -> None:
+    with pytest.raises(TypeError, match=r"^norm_concat: there are no chunks, hidden or ids, expected a tensor"):
+        ek.warmup("norm_concat", chunks)
+
+
 def test_a_weight_that_requires_grad(calls: list[dict]) -> None:
     """As an nn.Linear has it: the ops refuse it in grad mode, and nothing is differentiated here."""
     ek.warmup("norm_concat_linear", [torch.randn(2, 16)], torch.nn.Linear(16, 4, bias=False).weight)
