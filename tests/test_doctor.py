@@ -1735,6 +1735,10 @@ EAGLE3_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             ("decoder-layers", (V1, V2), "and the file has the layers [0, 1]: it fails to load the others"),
         ],
     ),
+    "a layer that a latent drafter's config lacks, of which SGLang builds one": (
+        lambda c: (with_latent_attention(c), c.weights.update({"layers.1.mlp.up_proj.weight": torch.ones(8, D)})),
+        [("decoder-layers", (V1, V2), "and the file has the layers [0, 1]: it fails to load the others")],
+    ),
     "two layers of a latent drafter": (
         lambda c: (
             with_latent_attention(c, num_hidden_layers=2),
@@ -2596,6 +2600,23 @@ MTP_TRAPS: dict[str, tuple[Callable, list[tuple]]] = {
             c.target.update(quantization_config=GPTQ | {"dynamic": {"-:.*mtp.*mlp": {}, "-:.*fc": {}}}),
         ),
         [("layer-quantized", (V1, V2), f"holds mtp.layers.0.{OUT} in a linear layer without a quantization method")],
+    ),
+    "GLM-4.5's experts in numbers, which the config leaves out by SGLang's name of all of them": (
+        lambda c: (
+            of_family(c, "Glm4MoeForCausalLM", "glm4_moe"),
+            c.weights.update(
+                {f"{EXPERTS}.0.{name}_proj.weight": torch.ones(96, 64) for name in ("down", "gate", "up")}
+            ),
+            c.target.update(quantization_config=HF_FP8 | {"ignored_layers": ["model.decoder.mlp.experts", "eh_proj"]}),
+        ),
+        [
+            (
+                "layer-quantized",
+                (V1, V2),
+                f"builds {EXPERTS}.0.{name}_proj quantized, as quantization_config says of it",
+            )
+            for name in ("down", "gate", "up")
+        ],
     ),
     "a layer of Step-3.5's MTP in FP8, which SGLang builds in numbers": (
         lambda c: (
