@@ -84,25 +84,27 @@ def test_candidates_fit_on_every_preset(T: int, dtype: torch.dtype) -> None:
 def test_the_weight_is_the_left_operand_only_where_the_tensor_cores_take_it() -> None:
     """wgmma and tcgen05 have 64 rows at least on the left: other candidates fail to compile, in minutes of --limit."""
     sizes = (64, 3, 4096, 4096, torch.bfloat16)
-    start = tune.start_tiles(H100, *sizes)
-    assert start.swap
-    assert {tiles.BD for tiles in tune.neighbors(start, "BD", H100, 4096, torch.bfloat16)} == {64, 256}
-    (unswapped,) = tune.neighbors(start, "swap", H100, 4096, torch.bfloat16)
-    assert not unswapped.swap
+    for arch in (90, 100, 103):
+        gpu = Gpu("any", arch, 227 << 10)
+        start = tune.start_tiles(gpu, *sizes)
+        assert start.swap
+        assert {tiles.BD for tiles in tune.neighbors(start, "BD", gpu, 4096, torch.bfloat16)} == {64, 256}
+        (unswapped,) = tune.neighbors(start, "swap", gpu, 4096, torch.bfloat16)
+        assert not unswapped.swap
     a100 = Gpu("NVIDIA A100-SXM4-80GB", 80, 163 << 10)
     assert not list(tune.neighbors(tune.start_tiles(a100, *sizes), "swap", a100, 4096, torch.bfloat16))
 
 
 def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
     facts = {"torch": "2.13.0", "triton": "3.9.0", "date": "today", "commit": "0"}
-    write_rows(H100.name, SHAPE, {1: START, 256: None}, facts, tmp_path / "new folder")
+    write_rows(H100.name, SHAPE, {2: START, 256: None}, facts, tmp_path / "new folder")
     path = write_rows(H100.name, Shape(2, 64, 64, "float32"), {8: START}, facts, tmp_path / "new folder")
     write_rows(H100.name, SHAPE, {16: START}, facts, path.parent)
-    assert read_rows(H100.name, SHAPE, path.parent) == {1: START, 16: START, 256: None}
+    assert read_rows(H100.name, SHAPE, path.parent) == {2: START, 16: START, 256: None}
     assert read_rows(H100.name, Shape(2, 64, 64, "float32"), path.parent) == {8: START}
     assert list(path.parent.iterdir()) == [path]
     (entry, _) = json.loads(path.read_text())["norm_concat_linear"]
-    assert list(entry["rows"]) == ["1", "16", "256"] and entry["measured_with"] == facts
+    assert list(entry["rows"]) == ["2", "16", "256"] and entry["measured_with"] == facts
     options = {"has_residuals": False, "directory": path.parent}
     assert choose_tiles(H100, 300, 3, 4096, 4096, torch.bfloat16, **options)[0] is None
     assert choose_tiles(H100, 20, 3, 4096, 4096, torch.bfloat16, **options)[0] == START

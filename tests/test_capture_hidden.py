@@ -139,6 +139,8 @@ def test_one_row(cpu_isa: str) -> None:
     assert ek.capture_hidden(hidden, residual, out=out, sum_squares=square) is out
     assert same_bits(out, hidden + residual)
     torch.testing.assert_close(square.double(), out.double().square().sum(-1, keepdim=True), rtol=1e-6, atol=0)
+    # Boundary 0 has no residual.
+    assert same_bits(ek.capture_hidden(hidden, out=torch.empty_like(hidden)), hidden)
 
 
 @pytest.mark.parametrize("stale", [float("nan"), float("inf"), float("-inf")])

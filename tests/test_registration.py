@@ -328,6 +328,19 @@ def test_an_index_of_unknown_length_compiles() -> None:
         assert same_bits(compiled(hidden, accepted), accepted_rows(hidden, accepted))
 
 
+def test_ids_that_are_not_dense_compile() -> None:
+    """Whether an output overlaps them is asked of memory, which a trace has none of."""
+    table, shard = rows(V, H), ek.VocabShard.build(V, tp_rank=0, tp_size=1)
+
+    def embed(ids: Tensor, out: Tensor) -> Tensor:
+        return ek.vocab_parallel_embedding(ids, table, shard, out=out)
+
+    torch._dynamo.reset()
+    ids = torch.arange(2 * T).view(2, T).t()
+    compiled = torch.compile(embed, backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(ids, torch.empty(T, 2, H).bfloat16()), table[ids])
+
+
 class Stage(torch.nn.Module):
     def __init__(self, function: object) -> None:
         super().__init__()
