@@ -94,7 +94,7 @@ constexpr cpu::PerIsa kCpu([](auto isa) {
 void run_on_cpu(NormConcatLinear record, const View&, const Output&) {
   if (record.num_rows == 0 || record.num_columns == 0) return;
   const CpuKernels& kernels = kCpu.active();
-  const cpu::Workspace workspace(kernels.workspace(record));
+  const cpu::Workspace workspace(kOp, kernels.workspace(record));
   record.workspace = workspace.data();
   const int64_t units = kernels.pack_units(record), panels = kernels.panels(record);
   const int64_t width = record.source.width;
@@ -232,7 +232,7 @@ Tensor transposed(const NormConcatLinear& op, const View& weight) {
 void run_two_steps_on_cpu(const NormConcatLinear& op, const View& weight, const Output& out) {
   const int64_t rows = op.num_rows, width = op.source.width;
   check(op.bias.data == nullptr && op.post_norm_gain.data == nullptr, kOp, "bias", "CPU");
-  const cpu::Workspace workspace(rows * width * weight.element_size);
+  const cpu::Workspace workspace(kOp, rows * width * weight.element_size);
   cpu::norm_concat({op.source, rows, workspace.data(), width});
   const Tensor normed = matrix(workspace.data(), rows, width, width, weight);
   expect_success(aoti_torch_cpu_mm_out(matrix_of(out).get(), normed.get(), transposed(op, weight).get()));

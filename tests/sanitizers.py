@@ -23,11 +23,12 @@ def environment_under(sanitizer: str) -> dict[str, str] | None:
         return None
     return {
         "LD_PRELOAD": " ".join(libraries),
-        # No leaks, since Python's own are thousands; no use after return, since fibers switch stacks.
-        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        # No leaks, since Python's own are thousands; no use after return, since fibers switch stacks. Null for more
+        # memory than there can be, as in a process without a sanitizer.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         # Python and torch are not instrumented: their accesses are ignored, and their locks are still seen.
-        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1",
+        "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:allocator_may_return_null=1",
     }
 
 

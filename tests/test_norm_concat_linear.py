@@ -1,5 +1,7 @@
 """norm_concat_linear: float64 truth, what the bits of a row's result depend on, and what memory it touches."""
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -444,6 +446,22 @@ def test_out_allocates_nothing_that_outlives_the_call() -> None:
         ek.norm_concat_linear(chunks, weight, norm_weight=gain, out=out)
     kept = sum(event.self_cpu_memory_usage for event in profile.key_averages())
     assert kept <= 0, os.linesep.join(map(str, profile.key_averages()))
+
+
+@needs_compiled
+def test_a_workspace_larger_than_memory_is_named() -> None:
+    """It was `std::bad_alloc`: a RuntimeError, or under a profiler a MemoryError. 2^49 bytes are more than there are
+    addresses."""
+    row = torch.ones(1, 2**24).bfloat16()
+    out, message = torch.empty(2**24, 1).bfloat16(), r"norm_concat_linear: the system gave no workspace of \d{15} bytes"
+    call = functools.partial(ek.norm_concat_linear, [row.expand(2**24, -1)], row, norm="none", out=out)
+    with environment_of(EAGLE_KERNELS_BACKEND="cpu"):
+        for context in (contextlib.nullcontext(), torch.profiler.profile()):
+            with context, pytest.raises(RuntimeError, match=message):
+                call()
+        call = functools.partial(call.func, call.args[0], ek.quantize(row, "int8_row"), **call.keywords)
+        with pytest.raises(RuntimeError, match=message):
+            call()
 
 
 FAULTS = """

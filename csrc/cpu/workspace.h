@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 namespace eagle_kernels::cpu {
@@ -16,12 +18,12 @@ namespace eagle_kernels::cpu {
 // kept 4.8 and 7.8).
 class Workspace {
  public:
-  explicit Workspace(int64_t bytes) {
+  Workspace(const char* op, int64_t bytes) {
     if (bytes <= kept_.bytes) {
       memory_ = std::exchange(kept_, Memory());
     } else {
       if (bytes <= max_kept_) kept_ = Memory();  // it will be replaced, so not both at a time
-      memory_ = Memory(bytes);
+      memory_ = Memory(op, bytes);
     }
   }
   ~Workspace() {
@@ -48,7 +50,14 @@ class Workspace {
     std::unique_ptr<void, Free> data;
 
     Memory() : bytes(0) {}
-    explicit Memory(int64_t size) : bytes(size), data(operator new(static_cast<size_t>(size), kAlignment)) {}
+    Memory(const char* op, int64_t size)
+        : bytes(size), data(operator new(static_cast<size_t>(size), kAlignment, std::nothrow)) {
+      // std::bad_alloc says neither whose memory nor how much, and torch makes another exception of it than Python.
+      if (data == nullptr) {
+        throw std::runtime_error(std::string(op) + ": the system gave no workspace of " + std::to_string(size) +
+                                 " bytes");
+      }
+    }
   };
 
   // By default T = 1000 at K*H = 12288 and D = 4096 in fp32: 49 MB of rows and 16 MB of sums. AddressSanitizer sees the
