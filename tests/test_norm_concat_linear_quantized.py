@@ -259,6 +259,19 @@ def test_an_infinite_scale_of_a_block_leaves_a_sum_infinite(block: int, W: int) 
         assert (out[:, :block] == exact).all() and (out[:, block:] == INF).all()
 
 
+@pytest.mark.parametrize("W", [498, 1014])
+def test_an_infinite_scale_of_16_columns_leaves_a_sum_infinite(W: int) -> None:
+    """No format has such blocks of 8-bit codes; where the last 512 columns had 32 of them, zeros past the row's end got
+    the scale of the first one: NaN, in the kernel that sums along K*H."""
+    scales = torch.ones(2, -(-W // 16))
+    scales[1, W // 512 * 32] = INF
+    weight = SimpleNamespace(tensors=(torch.ones(2, W).to(E4M3), scales, None), block=(1, 16))
+    for T in (1, 3, 40):
+        call = dataclasses.replace(operands(Case("bf16", (W,), T, "none", D=2)), chunks=[torch.ones(T, W).bfloat16()])
+        out = project(call, weight, torch.full((T, 2), NAN).bfloat16())
+        assert (out[:, 0] == torch.tensor(float(W)).bfloat16()).all() and (out[:, 1] == INF).all()
+
+
 @pytest.mark.parametrize("W", [8, 24, 40])
 def test_the_sign_of_zero_is_the_same_in_every_place(W: int) -> None:
     weight = QuantizedWeight(torch.full((4, W), 2**-9).to(E4M3), torch.ones(4, 1), "fp8_row")

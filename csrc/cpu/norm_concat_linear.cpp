@@ -90,7 +90,9 @@ struct Strips {
 struct FewRowsOfCodes {
   static bool takes(const NormConcatLinear& op) {
     const bool is_few = op.kernel == ProductKernel::kFewRows && op.source.dtype == DType::kBFloat16;
-    return is_few && has_scales(op.weight_type);
+    // A unit of 8-bit codes has room for 16 scales (ScaleReader): blocks of 16 columns are of 4-bit codes alone.
+    const bool fits = op.weight_type == WeightType::kFloat4E2M1 || op.scales.block_columns > 16;
+    return is_few && has_scales(op.weight_type) && fits;
   }
   static int64_t workspace(const NormConcatLinear& op) { return codes_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return op.num_rows; }
