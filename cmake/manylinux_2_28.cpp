@@ -16,4 +16,7 @@ void std::__throw_bad_array_new_length() { throw std::bad_array_new_length(); }
 
 // GLIBC_2.32: libstdc++ skips atomic reference counts where it is set, in a process of one thread. With torch there
 // are more.
-extern "C" char __libc_single_threaded = 0;
+// In braces, because GCC warns of an extern declaration that has a value.
+extern "C" {
+char __libc_single_threaded = 0;
+}
