@@ -26,6 +26,19 @@ def test_a_sum_of_any_two_numbers_has_torchs_bits(dtype: torch.dtype, cpu_isa: s
     assert same_bits_or_nan(out, hidden + residual)
 
 
+def test_fp16_keeps_its_small_numbers_where_denormals_are_flushed(cpu_isa: str) -> None:
+    """torch flushes those of fp32. Numbers below 6.1e-5 were 0 on CPUs without an instruction that widens fp16."""
+    numbers = every_number(torch.float16).view(64, 1024)
+    out = torch.empty_like(numbers)
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this CPU does not flush denormals")
+        ek.capture_hidden(numbers, torch.full_like(numbers, 2**-24), out=out)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits_or_nan(out, numbers + 2**-24)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_without_a_residual_it_is_a_copy(dtype: torch.dtype, cpu_isa: str) -> None:
     hidden = every_number(dtype).view(64, 1024)

@@ -101,12 +101,15 @@ inline UShort narrow(Float value, Float16) {
   return (UShort)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 #else
-// Shifted to the place of the fp32 fields, an fp16 number is 2^112 too small; the multiplication also normalizes
-// denormals.
+// Shifted to the place of the fp32 fields, an fp16 number needs an exponent 112 larger. A subnormal one is then
+// 2^-15 (1 + m / 1024), twice which minus 2^-14 is its value. Multiplied by 2^112 instead, it would first be a
+// subnormal fp32 number, which torch.set_flush_denormal(True) makes zero.
 inline Float widen(UShort bits, Float16) {
   const UInt wide = extend(bits);
   const UInt magnitude = wide & 0x7fff;
-  const UInt finite = (UInt)((Float)(magnitude << 13) * 0x1p112f);
+  const Float shifted = (Float)((magnitude << 13) + (112u << 23));
+  const Float excess = shifted - 0x1p-14f;
+  const UInt finite = (UInt)(shifted + (excess < 0.0f ? excess : Float{}));
   const UInt special = (UInt)(magnitude >= 0x7c00) & 0x7f800000;
   return (Float)((finite | special) | ((wide & 0x8000) << 16));
 }

@@ -345,6 +345,7 @@ MUTANTS = (
     Mutant(SIMD, "bits + 0x7fff + ((bits >> 16) & 1)", "bits + 0x8000"),
     Mutant(SIMD, "value != value ? UInt{} + 0x7fc0 : rounded", "rounded"),
     Mutant(SIMD, "magnitude >= 0x7c00", "magnitude > 0x7c00"),
+    Mutant(SIMD, "excess < 0.0f ? excess : Float{}", "Float{}"),
     Mutant(SIMD, "finite | special", "finite"),
     Mutant(SIMD, "(wide & 0x8000) << 16", "UInt{}"),
     Mutant(SIMD, "exponent > smallest ? exponent : smallest", "exponent"),
