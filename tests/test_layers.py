@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 
 import eagle_kernels as ek
 from backends import environment_of, needs_packing
@@ -459,6 +460,40 @@ def test_weights_that_are_no_plain_parameters() -> None:
     assert torch.equal(wrapped(chunks), plain(chunks))
 
 
+HOOKED = {
+    "prune": lambda module: torch.nn.utils.prune.l1_unstructured(module, "weight", 0.5),
+    "prune-twice": lambda module: HOOKED["prune"](HOOKED["prune"](module)),
+    "weight_norm": lambda module: torch.nn.utils.weight_norm(module, dim=None),
+    "spectral_norm": torch.nn.utils.spectral_norm,
+}
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+@pytest.mark.parametrize("call", ["layer", "quantize"])
+@pytest.mark.parametrize("hook", HOOKED)
+def test_a_weight_that_a_hook_computes_is_that_of_now(hook: str, call: str) -> None:
+    """The hook runs in front of fc's own forward: fc had the weight from before load_state_dict."""
+    layer, x = make_layer(torch.float32, bias=True).eval(), torch.randn(T, K * H)
+    HOOKED[hook](layer.fc)
+    state = layer.state_dict()
+    layer.load_state_dict({name: torch.randn_like(value) for name, value in state.items() if "mask" not in name}, False)
+    expected = copy.deepcopy(layer.fc)(x)
+    if call == "quantize":
+        assert (layer.quantize("int8_row")(x) - expected).norm() < 0.02 * expected.norm()
+    else:
+        torch.testing.assert_close(layer(x), expected)
+
+
+def test_a_gain_that_is_pruned_is_that_of_now() -> None:
+    layer, x = make_layer(torch.float32, chunk_norm=True), torch.randn(T, K * H)
+    torch.nn.utils.prune.random_unstructured(layer.fc_norm[1], "weight", 0.5)
+    layer.fc_norm[1].weight_orig.mul_(4)
+    state = {name: value for name, value in layer.state_dict().items() if not name.startswith("fc_norm.1")}
+    state["fc_norm.1.weight"] = layer.fc_norm[1].weight_orig * layer.fc_norm[1].weight_mask
+    torch.testing.assert_close(layer(x).double(), truth(layer, state, [*x.chunk(K, -1)]), rtol=1e-4, atol=1e-5)
+
+
 def test_a_scale_keeps_its_value_where_weights_lose_theirs() -> None:
     """No state_dict has the scale, and to_empty left whatever was in its new memory."""
     full, ids = torch.randn(64, H).bfloat16(), torch.arange(64)
@@ -528,6 +563,54 @@ def test_an_adapter_is_not_left_out(name: str, make: Callable, call: Callable) -
     setattr(layer, name, Adapted(getattr(layer, name)))
     with pytest.raises(RuntimeError, match=r"is that of a Adapted's base_layer, .* merge the adapter, because"):
         call(layer)
+
+
+ADAPTED_NORMS = {
+    "fc_norm.1": (lambda: make_layer(chunk_norm=True), ADAPTED["Eagle3Projection"][2]),
+    "input_norm": (lambda: make_layer(concat_norm=True), ADAPTED["Eagle3Projection"][2]),
+    "input_norm-first": (lambda: make_layer(chunk_norm=True, concat_norm=True), ADAPTED["Eagle3Projection"][2]),
+    "enorm": ADAPTED["MTPProjection"][1:],
+    "hnorm": (
+        lambda: ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, num_streams=2, hnorm_over="row"), dtype=torch.bfloat16),
+        lambda layer: layer(torch.randn(T, 2 * H).bfloat16(), embeds=torch.randn(T, H).bfloat16()),
+    ),
+    "hidden_norm": ADAPTED["ContextKV"][1:],
+    "layer_norm.0": ADAPTED["ContextKV"][1:],
+    "aux_norm.2": (
+        lambda: ek.ContextKV(ek.ContextKVConfig(**CONTEXT, head_dim=8, chunk_norm=True), dtype=torch.bfloat16),
+        lambda layer: layer.combine(torch.randn(T, K * H).bfloat16()),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "call"), [(name, *case) for name, case in ADAPTED_NORMS.items()], ids=ADAPTED_NORMS
+)
+def test_an_adapter_around_a_norm_is_not_left_out(name: str, make: Callable, call: Callable) -> None:
+    """PEFT's LNTuningLayer: its `weight` is the gain from before the tuning, and was read."""
+    layer, name = make(), name.removesuffix("-first")
+    layer.set_submodule(name, Adapted(layer.get_submodule(name)))
+    message = "norm_concat: norm_weight is that of a Adapted's base_layer, expected a norm: merge the adapter, because"
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        call(layer)
+
+
+@pytest.mark.parametrize("reader", ["embedding", "MTPProjection"])
+def test_a_table_that_is_trained_is_refused(reader: str) -> None:
+    """The rows had no gradient, and nothing said so."""
+    table, ids = torch.nn.Parameter(torch.randn(64, H)), torch.arange(T)
+    embedding = ek.VocabParallelEmbedding.from_weight(table, ek.VocabShard.build(64, tp_rank=0, tp_size=1))
+    layer, hidden = ek.MTPProjection(ek.MTPConfig(H), dtype=torch.float32), torch.randn(T, H)
+
+    def call() -> torch.Tensor:
+        return embedding(ids) if reader == "embedding" else layer(hidden, ids, table=embedding)
+
+    with pytest.raises(RuntimeError, match="an input requires grad, expected inputs without grad or a call under"):
+        call()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            expected = table[ids] if reader == "embedding" else layer(hidden, embeds=table[ids])
+            torch.testing.assert_close(call(), expected)
 
 
 def test_autocast_does_not_round_the_product() -> None:

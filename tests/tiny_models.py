@@ -25,6 +25,12 @@ def gemma3(**sizes: int) -> torch.nn.Module:
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**(_SIZES | sizes), **windows))
 
 
+def gemma3n() -> torch.nn.Module:
+    own = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 8}
+    sizes = _SIZES | own | {"head_dim": 16, "num_kv_shared_layers": 0, "activation_sparsity_pattern": None}
+    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes))
+
+
 def gemma4_moe() -> torch.nn.Module:
     experts = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}
     config = transformers.Gemma4TextConfig(**_SIZES, **_GEMMA4, **experts, num_kv_shared_layers=0)
@@ -41,6 +47,13 @@ def deepseek_v3(**sizes: int) -> torch.nn.Module:
     experts = _EXPERTS | {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
     sizes = _SIZES | {"num_key_value_heads": 4} | sizes
     return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes, **latent, **experts))
+
+
+def deepseek_v4() -> torch.nn.Module:
+    """With residual streams; its class does not report hidden states."""
+    latent = {"q_lora_rank": 16, "o_lora_rank": 16, "o_groups": 2, "qk_rope_head_dim": 8, "head_dim": 32}
+    experts = _EXPERTS | {"n_routed_experts": 4, "num_hash_layers": 1, "index_n_heads": 2, "index_head_dim": 16}
+    return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**_SIZES, **latent, **experts))
 
 
 def step3p7_config(**more: object) -> object:

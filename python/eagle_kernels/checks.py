@@ -101,11 +101,11 @@ def check_type(op: str, name: str, value: object, kind: type, expected: str) -> 
         raise error(TypeError, op, f"{name} is a {type(value).__name__}", expected)
 
 
-def check_unwrapped(op: str, name: str, linear: Any) -> None:
+def check_unwrapped(op: str, name: str, layer: Any, kind: str = "a linear layer") -> None:
     """Refuse a layer with an adapter around it, whose weight is that of the layer inside: PEFT's lora.Linear."""
-    if hasattr(linear, "base_layer"):
-        got, because = f"{name} is that of a {type(linear).__name__}'s base_layer", "its own forward would be left out"
-        raise error(RuntimeError, op, got, "a linear layer: merge the adapter", because)
+    if hasattr(layer, "base_layer"):
+        got, because = f"{name} is that of a {type(layer).__name__}'s base_layer", "its own forward would be left out"
+        raise error(RuntimeError, op, got, f"{kind}: merge the adapter", because)
 
 
 def check_factory(op: str, dtype: object, device: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from . import checks
 from .dispatch import is_plain
 from .drafter_config import check_config, check_engine, flag_field, get_field, int_field, needed_int_field, number_field
-from .layers import parameter_of, project_onto, unit_norm, weight_and_bias
+from .layers import gain_of, project_onto, unit_norm, weight_and_bias, weights_of
 from .ops.norm_concat import concatenate
 from .ops.norm_concat_linear import project
 from .ops.projection import Projection
@@ -497,7 +497,7 @@ class ContextKV(LoadsProjections):
         Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
         config = self.config
-        gains = [parameter_of(norm) for norm in self.aux_norm] or None
+        gains = weights_of(self.aux_norm) or None
         sources = Sources.of(
             "norm_concat_linear",
             chunks,
@@ -520,7 +520,7 @@ class ContextKV(LoadsProjections):
         Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
         config = self.config
-        hidden_norm = ("concat", parameter_of(self.hidden_norm), config.eps, config.norm_offset)
+        hidden_norm = ("concat", gain_of(self.hidden_norm), config.eps, config.norm_offset)
         kv_proj = self._modules["kv_proj"]
         if not config.layer_norm:
             return project_onto(kv_proj, Sources.of("norm_concat_linear", [states], *hidden_norm), 0.0, out)
@@ -528,7 +528,7 @@ class ContextKV(LoadsProjections):
         normed = concatenate(sources)
         L, W = config.num_layers, config.kv_width
         weight, bias = weight_and_bias(kv_proj)
-        gains = [parameter_of(norm) for norm in self.layer_norm]
+        gains = weights_of(self.layer_norm)
         if out is not None:  # checked before the first layer is written
             sources.check_out("norm_concat_linear", out, L * W, "L*W")
             Projection(weight, bias, None, 0.0).check(sources)
@@ -603,7 +603,7 @@ class ContextKV(LoadsProjections):
         for layer, (slot, (k_cache, v_cache)) in enumerate(zip(of_layer, pairs, strict=True)):
             if slot is None:
                 continue
-            gain = parameter_of(self.k_norm[layer]) if config.k_norm == "weight" else None
+            gain = gain_of(self.k_norm[layer]) if config.k_norm == "weight" else None
             norm = (gain, config.eps, config.norm_offset, norm_width)
             rotary = (cos_sin, config.rotary_begin, config.interleaved)
             rows = kv[:, layer * W : (layer + 1) * W]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .drafter_config import check_config, flag_field, get_field, int_field, needed_int_field, number_field
-from .layers import VocabParallelEmbedding, parameter_of
+from .layers import VocabParallelEmbedding, gain_of
 from .mtp_config import MTPConfig
 from .mtp_projection import EmbeddingHiddenProjection
 from .ops import norm_concat
@@ -199,5 +199,5 @@ class Eagle3QKVProjection(EmbeddingHiddenProjection):
         qkv = self._project(hidden, ids, table, embeds, None, None, out)
         if not self.norm_before_residual:
             return qkv, hidden
-        gain = parameter_of(self._modules["hidden_norm"])
+        gain = gain_of(self._modules["hidden_norm"])
         return qkv, norm_concat([hidden], norm_weight=[gain], eps=self.config.hnorm_eps)

@@ -22,7 +22,14 @@ from .ops.projection import Projection
 from .ops.sources import Sources
 from .ops.vocab_parallel_embedding import check_scale, check_table
 from .packable_linear import ORDER_BY_ROWS, PackableLinear, unsupported_reason
-from .quantized_linear import LOAD, LoadsProjections, QuantizedLinear, load_projections, quantize_linear
+from .quantized_linear import (
+    LOAD,
+    LoadsProjections,
+    QuantizedLinear,
+    compute_in_hooks,
+    load_projections,
+    quantize_linear,
+)
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -32,7 +39,10 @@ def parameter_of(module: Any, name: str = "weight", *default: None) -> Any:
     call; a parametrized weight, a wrapper's property and an engine's object in place of a module are only attributes.
     """
     parameters: Any = getattr(module, "_parameters", ())
-    return parameters[name] if name in parameters else getattr(module, name, *default)
+    if name in parameters:
+        return parameters[name]
+    compute_in_hooks(module, name)
+    return getattr(module, name, *default)
 
 
 def child_of(module: Any, name: str) -> Any:
@@ -41,12 +51,21 @@ def child_of(module: Any, name: str) -> Any:
     return modules[name] if name in modules else getattr(module, name, None)
 
 
-def weights_of(modules: Iterable[Any]) -> list[Any]:
-    """`parameter_of` each module, without a Python call for each."""
+def gain_of(norm: Any) -> Any:
+    """The weight of a norm as it is now, like `parameter_of`."""
     try:
-        return [module._parameters["weight"] for module in modules]
+        return norm._parameters["weight"]
     except (AttributeError, KeyError):
-        return list(map(parameter_of, modules))
+        checks.check_unwrapped("norm_concat", "norm_weight", norm, "a norm")
+        return parameter_of(norm)
+
+
+def weights_of(norms: Iterable[Any]) -> list[Any]:
+    """`gain_of` each norm, without a Python call for each."""
+    try:
+        return [norm._parameters["weight"] for norm in norms]
+    except (AttributeError, KeyError):
+        return list(map(gain_of, norms))
 
 
 def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tensor | None) -> Tensor:
@@ -202,10 +221,10 @@ class Eagle3Projection(LoadsProjections):
         if fc_norm is not None:
             norm, gains = "chunk", weights_of(fc_norm._modules.values())
         elif input_norm is not None:
-            norm, gains = "concat", [parameter_of(input_norm)]
+            norm, gains = "concat", [gain_of(input_norm)]
         if norm == "chunk" and input_norm is not None:
             # Two norms in a row: the first is written out, as the engines do, and the second one reads it.
-            gain = [parameter_of(input_norm)]
+            gain = [gain_of(input_norm)]
             first = (chunks, K, "concat", gain, [eps], norm_offset, residuals, indices, sum_squares)
             read = Sources.of_module("norm_concat", *first)
             normed = concatenate(read)  # which checks the sources
@@ -340,7 +359,7 @@ class VocabParallelEmbedding(nn.Module):
 
         Raises TypeError / ValueError for arguments that do not fit; nothing is written to `out`.
         """
-        rows = vocab_parallel_embedding(ids, self.weight.detach(), self.shard, scale=self.own_scale, out=out)
+        rows = vocab_parallel_embedding(ids, self.weight, self.shard, scale=self.own_scale, out=out)
         return self.reduce(rows)
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .dispatch import is_plain
-from .layers import VocabParallelEmbedding, parameter_of, project_onto, unit_norm
+from .layers import VocabParallelEmbedding, gain_of, project_onto, unit_norm
 from .mtp_config import MTPConfig
 from .ops import vocab_parallel_embedding
 from .ops.sources import Sources
@@ -96,7 +96,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
             # norm(scale * e) with eps equals norm(e) with eps / scale^2, which saves the rounding of scale * e.
             enorm_eps = config.enorm_eps if scale is None else config.enorm_eps / scale**2
             norm, eps = "chunk", pair([enorm_eps, config.hnorm_eps])
-            gains = pair([parameter_of(modules[enorm]), parameter_of(modules[hnorm])])
+            gains = pair([gain_of(modules[enorm]), gain_of(modules[hnorm])])
         chunks, rows = pair([chunk, hidden]), pair([index, indices])
         arguments = (chunks, 2, norm, gains, eps, config.norm_offset, None, rows)
         return project_onto(modules[projection], Sources.of_module("norm_concat_linear", *arguments), 0.0, out)
@@ -161,7 +161,7 @@ class EmbeddingHiddenProjection(LoadsProjections):
         weight, shard = table, None
         scale: Any = None
         if isinstance(table, VocabParallelEmbedding):
-            weight, shard, scale = table.weight.detach(), table.shard, table.own_scale
+            weight, shard, scale = table.weight, table.shard, table.own_scale
         scale = self._scales[weight.dtype] if scale is None else scale
         norm_takes_scale = self.config.normed and _fits_eps(scale, self.config.enorm_eps)
         if (shard is None or shard.is_full_table) and (scale is None or norm_takes_scale):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import checks
 from .drafter_config import check_config, check_engine, get_field, needed_int_field, number_field
-from .layers import VocabParallelEmbedding, parameter_of, project_onto, unit_norm
+from .layers import VocabParallelEmbedding, gain_of, project_onto, unit_norm
 from .mtp_config import MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
@@ -169,12 +169,12 @@ class MTPStreamsProjection(MTPProjection):
         out_rows = None if out is None else _rows_of_streams(op, "out", out, S, self.config.out_features)
         if out_rows is not None:
             given = {"ids": ids, "table": table, "embeds": embeds, "positions": positions, "indices": indices}
-            norms = {name: parameter_of(self._modules[name]) for name in ("enorm", "hnorm")}
+            norms = {name: gain_of(self._modules[name]) for name in ("enorm", "hnorm")}
             self._check_copied(out_rows, hidden=streams, **given, **norms)
         chunk, index, scale = self._embedding(ids, table, embeds, positions)
         count = chunk.shape[0] if index is None else index.shape[0]
         norm, offset = "chunk", self.config.norm_offset
-        gains: list[Tensor] | None = [parameter_of(self._modules[name]) for name in ("enorm", "hnorm")]
+        gains: list[Tensor] | None = [gain_of(self._modules[name]) for name in ("enorm", "hnorm")]
         eps = [self.config.enorm_eps if scale is None else self.config.enorm_eps / scale**2, self.config.hnorm_eps]
         if self.config.hnorm_over == "row":
             # The op norms H columns, with one gain for all rows: here both sources are normed first, as in the engines.
@@ -190,7 +190,7 @@ class MTPStreamsProjection(MTPProjection):
     def _normed(self, norm: str, rows: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
         """The rows that `index` picks, normed over all their columns and rounded."""
         out = self._static(f"{norm}ed", (count, rows.shape[1]), rows)
-        gain, offset = parameter_of(self._modules[norm]), self.config.norm_offset
+        gain, offset = gain_of(self._modules[norm]), self.config.norm_offset
         return concatenate(Sources.of("norm_concat", [rows], "concat", gain, eps, offset, indices=index), out)
 
     def _rows_of_embedding(self, index: Tensor | None, like: Tensor, count: int) -> Tensor:

@@ -18,6 +18,15 @@ from .quantized_weight import COMPRESSED, QuantizedWeight, log_dequantized, quan
 LOAD = "load_state_dict"
 
 
+def compute_in_hooks(module: Any, name: str) -> None:
+    """Compute an attribute that `prune`, `weight_norm` and `spectral_norm` of torch.nn.utils set in a pre-hook of a
+    forward that is not called: it would be that of the weight before a load."""
+    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+        is_torchs = type(hook).__module__.startswith("torch.nn.utils.")
+        if is_torchs and name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+            hook(module, None)
+
+
 class _LoadsWhole(nn.Module):
     """A layer that loads all tensors of a weight from a state_dict, or reports what does not fit and keeps its own."""
 
@@ -175,6 +184,7 @@ class QuantizedLinear(_LoadsWhole):
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     """A dense linear layer of 16 or 32 bits, converted to a format of `quantize`."""
     checks.check_unwrapped(op, "the weight", linear)
+    compute_in_hooks(linear, "weight")
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
         got, because = "packed", "prepack has put its numbers into another order"

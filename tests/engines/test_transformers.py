@@ -17,7 +17,7 @@ from guards import same_bits
 transformers = pytest.importorskip("transformers")
 
 from eagle_kernels.engines.transformers import capture  # noqa: E402
-from tiny_models import LAYERS, MODELS, VOCABULARY, H, build  # noqa: E402
+from tiny_models import LAYERS, MODELS, VOCABULARY, H, build, deepseek_v4, gemma3n, randomise  # noqa: E402
 
 PAGE = Path(__file__).parents[2] / "docs/transformers.md"
 BATCH, LENGTH = 2, 7
@@ -127,6 +127,55 @@ def test_a_batch_without_a_flat_view_is_captured_without_a_copy(
             gemma3(inputs_embeds=embeds)
         assert same_bits(buffer.packed(embeds.shape[:-1].numel()).view(embeds.shape), embeds.contiguous())
         assert read_addresses == [sequence.data_ptr() for sequence in embeds]
+
+
+def compiled(model: torch.nn.Module, how: str) -> torch.nn.Module:
+    if how == "in-place":
+        model.compile(backend="eager")
+        return model
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize(("how", "captured"), [("wrapped", "wrapper"), ("wrapped", "model"), ("in-place", "model")])
+def test_a_model_that_was_compiled_before_is_captured(how: str, captured: str) -> None:
+    """Its graph has no hooks and no guard on them: the buffer silently kept what it had."""
+    torch._dynamo.reset()
+    model, ids = build("gemma3"), random_ids()
+    states = reported(build("gemma3"), ids)  # after a hook on its own norm, Dynamo would notice the next ones
+    called, buffer = compiled(model, how), ek.AuxHiddenStates(ROWS, 2, H)
+    called(ids)
+    with capture(called if captured == "wrapper" else model, [1, LAYERS], buffer):
+        called(ids)
+    for k, boundary in enumerate((1, LAYERS)):
+        assert same_bits(buffer.chunk(k, ROWS).view(BATCH, LENGTH, H), states[boundary])
+    before = buffer.buffer.clone()
+    called(random_ids())
+    assert same_bits(buffer.buffer, before)
+
+
+def test_of_residual_streams_the_mean_is_captured() -> None:
+    """The rows of all streams followed each other, so that a drafter would have read a quarter of the tokens."""
+    streams, boundaries = [], [0, 2, LAYERS]
+    torch.manual_seed(0)
+    model = randomise(deepseek_v4()).bfloat16().eval()
+    ids, buffer = random_ids(), ek.AuxHiddenStates(ROWS, len(boundaries), H)
+    hooks = [layer.register_forward_pre_hook(lambda _, args: streams.append(args[0])) for layer in model.model.layers]
+    hooks.append(model.model.layers[-1].register_forward_hook(lambda _, args, output: streams.append(output)))
+    with capture(model, boundaries, buffer):
+        model(ids, use_cache=False)
+    for k, boundary in enumerate(boundaries):
+        assert streams[boundary].shape == (BATCH, LENGTH, model.config.hc_mult, H)
+        expected = streams[boundary].float().mean(2).bfloat16()
+        assert same_bits(buffer.chunk(k, ROWS).view(BATCH, LENGTH, H), expected), boundary
+
+
+def test_states_of_another_form_are_refused() -> None:
+    """Gemma 3n's layers hand on four predictions, [4, B, S, H]; the buffer got those of all as rows."""
+    model, buffer = gemma3n().bfloat16().eval(), ek.AuxHiddenStates(4 * ROWS, 1, H)
+    message = "transformers.capture: boundary 1 has shape (4, 2, 7, 64), expected [B, S, H]"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        run(model, [1], buffer)
+    assert not buffer.buffer.any()
 
 
 def hooks_of(model: torch.nn.Module) -> list[int]:

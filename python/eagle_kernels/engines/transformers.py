@@ -4,11 +4,13 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .. import checks
 from ..buffers import AuxHiddenStates, CaptureStep
+from ..models import find_family
 
 OP = "transformers.capture"
 
@@ -21,7 +23,9 @@ def capture(
 
     Boundary 0 is the embedding output, boundary i the residual stream after layers 0..i-1, boundary N the stream after
     the last layer and before the final norm (`output_hidden_states` gives that entry only after the norm). The rows of
-    a [B, S, H] batch follow each other. The hooks are removed on exit, also on an exception.
+    a [B, S, H] batch follow each other; of residual streams, [B, S, N, H] (DeepSeek-V4), their rounded mean is written.
+    The hooks are removed on exit, also on an exception. While active, whatever torch.compile has compiled runs eagerly,
+    in every thread: a graph compiled earlier has no hooks, and Dynamo would not notice them.
 
     Args:
         model: a decoder of transformers, or a model that has one (`get_decoder().layers`).
@@ -33,14 +37,16 @@ def capture(
         TypeError: the model has no decoder layers, a boundary is no int, or the buffer is no AuxHiddenStates.
         ValueError: a boundary outside [0, N] or there twice, or another number of boundaries than slots: no hook is
             set. In a forward: more rows than the buffer has, before anything is written; or fewer rows than at the
-            first boundary (Gemma 4 drops prompt rows in front of its KV-shared layers when logits_to_keep is set).
+            first boundary (Gemma 4 drops prompt rows in front of its KV-shared layers when logits_to_keep is set); or
+            states of another form, such as the four predictions that Gemma 3n keeps of each.
         RuntimeError: in a forward, where a captured layer ran twice or not at all.
     """
     layers = _layers(model)
     boundaries = _checked_boundaries(boundaries, len(layers), buffer)
-    forward = _Forward(boundaries, buffer, row)
     decoder = model.get_decoder()
+    forward = _Forward(boundaries, buffer, row, _num_streams(decoder))
     with contextlib.ExitStack() as hooks:
+        hooks.enter_context(torch.compiler.set_stance("force_eager"))
         hooks.callback(decoder.register_forward_pre_hook(forward.begin).remove)
         for k, boundary in enumerate(boundaries):
             hooks.callback(_attach(layers, boundary, k, forward).remove)
@@ -51,24 +57,29 @@ def capture(
 class _Forward:
     """The captures of the current forward; its number of rows is known at the first boundary."""
 
-    def __init__(self, boundaries: Sequence[int], buffer: AuxHiddenStates, row: int) -> None:
+    def __init__(self, boundaries: Sequence[int], buffer: AuxHiddenStates, row: int, num_streams: int | None) -> None:
         self.boundaries = boundaries
         self.buffer = buffer
         self.row = row
+        self.num_streams = num_streams
         self.step: CaptureStep | None = None
 
     def begin(self, *_: object) -> None:
         self.step = None
 
     def write(self, k: int, hidden: Tensor) -> None:
-        rows = hidden.shape[:-1].numel()
+        columns = hidden.shape[2:] if hidden.dim() > 3 else hidden.shape[-1:]
+        if len(columns) > 1 and columns[:-1] != (self.num_streams,):
+            expected = "[B, S, H]" if self.num_streams is None else f"[B, S, H] or [B, S, {self.num_streams}, H]"
+            raise checks.shape_error(OP, f"boundary {self.boundaries[k]}", hidden, expected)
+        rows = hidden.shape[: -len(columns)].numel()
         if self.step is None:
             self.step = self.buffer.step(rows, row=self.row)
         if rows != self.step.rows:
             got, expected = f"boundary {self.boundaries[k]} has {rows} rows", f"{self.step.rows}"
             because = "an earlier boundary has that many (logits_to_keep cuts rows in front of KV-shared layers)"
             raise checks.error(ValueError, OP, got, expected, because)
-        for piece in _rows(hidden):
+        for piece in _rows(hidden, columns):
             self.step.capture(k, piece)
 
     def end(self, *_: object) -> None:
@@ -114,9 +125,17 @@ def _attach(layers: nn.ModuleList, boundary: int, k: int, forward: _Forward) -> 
     )
 
 
-def _rows(hidden: Tensor) -> list[Tensor]:
+def _num_streams(decoder: Any) -> int | None:
+    """The residual streams (mHC) that a decoder's layers hand on side by side; None where the family has none."""
+    config = getattr(decoder, "config", None)
+    family = find_family(getattr(config, "model_type", ""))
+    field = None if family is None or family.mtp is None else family.mtp.streams_field
+    return None if field is None else getattr(config, field, None)
+
+
+def _rows(hidden: Tensor, columns: torch.Size) -> list[Tensor]:
     """[B, S, H] as [B*S, H], or as B of [S, H] where no view has all rows (a batch expanded or cut along S)."""
     try:
-        return [hidden.view(-1, hidden.shape[-1])]
+        return [hidden.view(-1, *columns)]
     except RuntimeError:
         return list(hidden.unbind())
