@@ -87,7 +87,7 @@ wheels: $(VENV)/package.stamp
 # CPU kernels (scalar) for Arm, with Debian's g++-aarch64-linux-gnu.
 wheels-aarch64: $(VENV)/package.stamp
 	rm -rf build/wheel
-	CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64.cmake _PYTHON_HOST_PLATFORM=linux-aarch64 EAGLE_KERNELS_BUILD=cpu \
+	CMAKE_TOOLCHAIN_FILE="$(CURDIR)/cmake/aarch64.cmake" _PYTHON_HOST_PLATFORM=linux-aarch64 EAGLE_KERNELS_BUILD=cpu \
 	    $(BIN)/pip wheel --verbose --no-build-isolation --no-deps --wheel-dir build/wheel .
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto --exclude libtorch_cpu.so --wheel-dir dist \
 	    build/wheel/*.whl
@@ -125,8 +125,8 @@ lint: $(VENV)/package.stamp
 	$(BIN)/ruff format --check .
 	rm -rf build/typed
 	mkdir -p build/typed/eagle_kernels
-	ln -s $(CURDIR)/python/eagle_kernels/* $(CURDIR)/bench $(CURDIR)/triton_kernels build/typed/eagle_kernels
-	ln -s $(CURDIR)/examples/byte_eagle3 build/typed/eagle_kernels/byte_eagle3
+	ln -s "$(CURDIR)"/python/eagle_kernels/* "$(CURDIR)/bench" "$(CURDIR)/triton_kernels" build/typed/eagle_kernels
+	ln -s "$(CURDIR)/examples/byte_eagle3" build/typed/eagle_kernels/byte_eagle3
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typing/calls.py
 

@@ -208,6 +208,22 @@ def test_the_compile_gate_compiles_what_a_wheel_holds() -> None:
     assert f"WHEEL_CUDA_ARCHS := {';'.join(ARCHS)}\n" in (ROOT / "Makefile").read_text()
 
 
+def test_lint_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    """Its links were made of the halves of the folder's name. The environment is there, of stand-ins."""
+    tree = copy_tree(tmp_path / "a tree")
+    tools = tree / ".venv/bin"
+    tools.mkdir(parents=True)
+    for tool in ("ruff", "mypy"):
+        (tools / tool).symlink_to("/bin/true")
+    for stamp in ("torch.stamp", "package.stamp"):
+        (tree / ".venv" / stamp).touch()
+    environment = os.environ | {"SOURCE_DATE_EPOCH": "0"}  # the copy has no commit to take it from
+    run = subprocess.run(["make", "lint"], cwd=tree, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr
+    for name in ("bench/cli.py", "triton_kernels/codes.py", "byte_eagle3/decode.py", "plan.py"):
+        assert (tree / "build/typed/eagle_kernels" / name).is_file()
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist of the tree, unpacked."""
