@@ -138,7 +138,8 @@ def test_an_older_torch_gets_no_compiled_kernels(
 
 
 def test_a_library_that_does_not_load_is_reported_once(tmp_path: Path) -> None:
-    """Calls ran plain torch, and only `explain` said so. A build without kernels was asked for: it stays silent."""
+    """Calls ran plain torch, and only `explain` said so. A build without kernels was asked for: it stays silent. The
+    reason is the loader's: torch's error names the file alone, whether it is damaged or one of CUDA is missing."""
     package = library.COMPILED_LIBRARY.parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     run = functools.partial(subprocess.run, [sys.executable, "-c", _CALL], cwd=tmp_path, capture_output=True, text=True)
@@ -149,3 +150,4 @@ def test_a_library_that_does_not_load_is_reported_once(tmp_path: Path) -> None:
     broken = run()
     assert broken.stdout.startswith("reference True cpu: libeagle_kernels.so did not load: "), broken.stderr
     assert broken.stderr.count("the compiled kernels are left out: libeagle_kernels.so did not load: ") == 1
+    assert broken.stderr.rstrip().endswith("libeagle_kernels.so: file too short")

@@ -66,7 +66,8 @@ def load_compiled() -> str | None:
         torch.ops.load_library(os.fspath(COMPILED_LIBRARY))
         library = ctypes.CDLL(os.fspath(COMPILED_LIBRARY))
     except OSError as failure:
-        return f"{COMPILED_LIBRARY.name} did not load: {failure}"
+        # torch's says only which file it was; its cause, the loader's, names a library or symbol that is missing.
+        return f"{COMPILED_LIBRARY.name} did not load: {failure.__cause__ or failure}"
     if missing := [name for name in _EXPORTED if not hasattr(library, name)]:
         return _is_older(missing[0])
     # A library with another list of objects would mistake one for another: the class `list` for `Parameter`.
