@@ -52,9 +52,16 @@ def one_of(kind: str, known: Sequence[str]) -> Callable[[str], str]:
 
 
 def list_of(kind: str, known: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argparse type for known names with commas between."""
-    parse = one_of(kind, known)
-    return lambda text: list(dict.fromkeys(parse(name) for name in text.split(",") if name))
+    """An argparse type for known names with commas between, at least one."""
+    parse_one = one_of(kind, known)
+
+    def parse(text: str) -> list[str]:
+        names = list(dict.fromkeys(parse_one(name) for name in text.split(",") if name))
+        if not names:  # a shell's variable that is not set
+            raise argparse.ArgumentTypeError(f"{text!r} names no {kind}, known are: {', '.join(known)}")
+        return names
+
+    return parse
 
 
 def dtypes(text: str) -> list[str]:

@@ -68,7 +68,8 @@ def check_writable(parser: argparse.ArgumentParser, option: str, path: Path) -> 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_other = path.exists() and not path.is_file()
-    except OSError as failure:  # a name of 300 characters too
+        _partial(path).exists()  # whose name is longer
+    except OSError as failure:  # a name of 250 characters too
         parser.error(f"argument {option}: {path}: {failure.strerror}")
     if is_other:  # /dev/full would be replaced
         parser.error(f"argument {option}: {path} is no regular file")
@@ -87,15 +88,21 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """`write_text` for bytes."""
-    partial = path.with_name(path.name + ".partial")
+    partial = _partial(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content)
         partial.replace(path)
     except OSError as failure:
+        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
+    finally:  # after Ctrl-C too
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
+
+
+def _partial(path: Path) -> Path:
+    """Where a file is until all of it is written."""
+    return path.with_name(path.name + ".partial")
 
 
 def three_digits(value: float) -> str:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +25,7 @@ from . import cli_types, info
 from .cli_types import Command
 from .measure import TIMERS, Ratio, TooLarge, Variant, plan_rotation, ratio, time_variants
 from .ops.norm_concat_linear import NormConcatLinear
-from .output import Progress, check_writable, say, wrap
+from .output import Progress, Unwritable, check_writable, say, wrap
 from .workloads import Row, judge
 
 Choice = Tiles | None  # None: norm_concat and a library product
@@ -107,7 +108,16 @@ def _tune_shape(
     finally:
         if tuned and arguments.write is not None:
             facts = {name: environment[name] for name in ("torch", "triton", "date", "commit")}
-            say(wrap(f"written: {tuned_configs.write_rows(gpu.name, shape, tuned, facts, arguments.write)}"))
+            _write(gpu, shape, tuned, facts, arguments.write)
+
+
+def _write(gpu: Gpu, shape: tuned_configs.Shape, tuned: dict[int, Choice], facts: dict[str, str], folder: Path) -> None:
+    try:
+        path = tuned_configs.write_rows(gpu.name, shape, tuned, facts, folder)
+    except OSError as failure:
+        path = tuned_configs.table_path(gpu.name, folder)
+        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
+    say(wrap(f"written: {path}"))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -121,6 +131,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.write is not None:
         gpu = tuned_configs.gpu_of(_device(arguments))
         check_writable(arguments.parser, "--write", tuned_configs.table_path(gpu.name, arguments.write))
+        try:
+            tuned_configs.read_entries(gpu.name, arguments.write)
+        except ValueError as damaged:  # what was measured could not be put beside its rows
+            fail(f"argument --write: {damaged}")
 
 
 def _device(arguments: argparse.Namespace) -> torch.device:
@@ -200,8 +214,10 @@ def _compile_neighbors(row: Row, gpu: Gpu, jobs: int) -> None:
 
 @functools.cache
 def _compilers(jobs: int) -> ProcessPoolExecutor:
-    """Spawned: a fork would share this process's CUDA context. Cached for all rows: each process imports torch, 3 s."""
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    """Spawned: a fork would share this process's CUDA context. Cached for all rows: each process imports torch, 3 s.
+    Ctrl-C, which a terminal sends to all of them, is this process's: each would print a traceback."""
+    spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    return ProcessPoolExecutor(jobs, mp_context=spawn, initializer=signal.signal, initargs=ignore)
 
 
 def _compile(row: Row, tiles: Tiles) -> None:

@@ -1,9 +1,11 @@
 """tune: the search on stub times, the table it writes, and the call that the log names."""
 
+import errno
 import json
 import logging
 import math
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 from eagle_kernels.bench import tune
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.measure import Ratio
+from eagle_kernels.bench.output import Unwritable
 
 from eagle_kernels.model_shapes import model_shapes
 from eagle_kernels.tuned_configs import Gpu, Shape, Tiles, choose_tiles, read_rows, table_path, write_rows
@@ -108,6 +111,53 @@ def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
     options = {"has_residuals": False, "directory": path.parent}
     assert choose_tiles(H100, 300, 3, 4096, 4096, torch.bfloat16, **options)[0] is None
     assert choose_tiles(H100, 20, 3, 4096, 4096, torch.bfloat16, **options)[0] == START
+
+
+def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`standard output was not written`, and a .partial stayed."""
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(Unwritable) as raised:
+        tune._write(H100, SHAPE, {1: START}, {}, tmp_path)
+    path = table_path(H100.name, tmp_path)
+    assert str(raised.value) == f"{path} was not written: No space left on device"
+    assert not list(tmp_path.iterdir())
+
+
+DAMAGED = [
+    "",
+    "[]",
+    '{"norm_concat_linear": [{"K": 3}]}',
+    '{"norm_concat_linear": [{"K": 3, "H": 8, "D": 8, "dtype": "float32", "rows": {"1": {"BT": 16}}}]}',
+    '{"norm_concat_linear": [{"K": 3, "H": 8, "D": 8, "dtype": "float32", "rows": [1]}]}',
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_table_is_seen_before_anything_is_measured(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback once all was measured, and nothing of it was kept."""
+    monkeypatch.setattr(tune.plan, "unsupported_reason", lambda backend, device: None)
+    path = table_path("Triton interpreter", tmp_path)
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", "--device", "cpu", "--write", str(tmp_path)])
+    assert stopped.value.code == 2
+    damaged = f"argument --write: norm_concat_linear: {str(path)!r} is damaged, expected a tuned table, because "
+    assert damaged in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_processes_that_compile_leave_ctrl_c_to_tune() -> None:
+    """A terminal sends it to each of them: a traceback from each stood above what was measured."""
+    processes = tune._compilers.__wrapped__(1)
+    try:
+        assert processes.submit(signal.getsignal, signal.SIGINT).result(timeout=120) is signal.SIG_IGN
+    finally:
+        processes.shutdown()
 
 
 def test_one_plan_for_all_T_is_never_the_librarys(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, workloads
+from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, output, workloads
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
@@ -1018,6 +1018,9 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         ([*BENCH, "--plot", "/proc/none/x.png"], "argument --plot: ", []),
         ([*BENCH, "--json", "/dev/full"], "argument --json: /dev/full is no regular file", []),
         ([*BENCH, "--json", "one.x", "--csv", "one.x"], "argument --csv: one.x is the file of --json too", []),
+        ([*BENCH, "--op", ""], "argument --op: '' names no op, known are: ", ops.__all__),
+        ([*BENCH, "--dtype", ""], "argument --dtype: '' names no dtype, known are: bf16, fp16, fp32", []),
+        ([*BENCH, "--forms", ","], "argument --forms: ',' names no form, known are: ", measure.FORMS),
         (["roofline", "--device", "cpu", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["host", "--json", "/proc/none/x.json"], "argument --json: /proc/none/x.json: ", []),
         (["plot", "a.json", "--out", "/proc/none/x.png"], "argument --out: /proc/none/x.png: ", []),
@@ -1026,6 +1029,7 @@ def test_report_prints_markdown(tiny_machine: None, tmp_path: Path, capsys: pyte
         (["plot", "."], "plot: error: .: Is a directory", []),
         (["plot", "/"], "plot: error: /: Is a directory", []),
         (["plot", "a.json", "--out", f"{'x' * 300}.png"], ".png: File name too long", []),
+        ([*BENCH, "--json", "x" * 250], f"argument --json: {'x' * 250}: File name too long", []),  # x.partial's
         (["compare", "/proc/a.json", "/proc/b.json"], "/proc/a.json: No such file", []),
         (["compare", "a", "b", "--tolerance", "few%"], "'few' is not a number of at least 0", []),
         (["compare", "a", "b", "--tolerance", "5"], "'5' is a fraction of 1 or more, write 5%", []),
@@ -1242,6 +1246,16 @@ def test_a_result_that_cannot_be_saved_is_one_sentence(
     printed = capsys.readouterr()
     assert printed.err == f"eagle-kernels: {path} was not written: No space left on device\n"
     assert "saved" not in printed.out and not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        output.write_text(tmp_path / "run.json", "{}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_backend_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from .checks import error
+
 CONFIGS = Path(__file__).parent / "configs"
 _log = logging.getLogger("eagle_kernels")
 
@@ -122,16 +124,27 @@ class Shape:
 
 def read_rows(device_name: str, shape: Shape, directory: Path) -> dict[int, Tiles | None] | None:
     """The measured rows of a shape; None where the GPU has no table or the table no such shape."""
-    entry = _read_entries(device_name, directory).get(shape)
-    if entry is None:
-        return None
+    entry = read_entries(device_name, directory).get(shape)
+    return None if entry is None else _rows_of(entry)
+
+
+def _rows_of(entry: dict) -> dict[int, Tiles | None]:
     return {int(T): None if tiles is None else Tiles(**tiles) for T, tiles in entry["rows"].items()}
 
 
-def _read_entries(device_name: str, directory: Path) -> dict[Shape, dict]:
+def read_entries(device_name: str, directory: Path) -> dict[Shape, dict]:
+    """The entries of a GPU's table, as the file has them; raises ValueError for a file that is no table."""
     path = table_path(device_name, directory)
-    entries = json.loads(path.read_text())["norm_concat_linear"] if path.exists() else []
-    return {Shape(*(entry[field.name] for field in fields(Shape))): entry for entry in entries}
+    if not path.exists():
+        return {}
+    try:
+        entries = json.loads(path.read_text())["norm_concat_linear"]
+        by_shape = {Shape(*(entry[field.name] for field in fields(Shape))): entry for entry in entries}
+        list(map(_rows_of, by_shape.values()))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as failure:
+        because = f"{type(failure).__name__}: {failure}"
+        raise error(ValueError, "norm_concat_linear", f"{str(path)!r} is damaged", "a tuned table", because) from None
+    return by_shape
 
 
 def table_path(device_name: str, directory: Path = CONFIGS) -> Path:
@@ -145,15 +158,18 @@ def write_rows(
 
     Running processes see it after a restart.
     """
-    path, by_shape = table_path(device_name, directory), _read_entries(device_name, directory)
+    path, by_shape = table_path(device_name, directory), read_entries(device_name, directory)
     entry = by_shape.setdefault(shape, asdict(shape) | {"rows": {}})
     entry["rows"] |= {str(T): None if tiles is None else tiles._asdict() for T, tiles in rows.items()}
     entry["rows"] = dict(sorted(entry["rows"].items(), key=lambda item: int(item[0])))
     entry["measured_with"] = measured_with
     directory.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n")
+        partial.replace(path)
+    finally:  # of a full disk, or after Ctrl-C
+        partial.unlink(missing_ok=True)
     return path
 
 
