@@ -76,6 +76,10 @@ def cuda_archs() -> list[str]:
     """What EAGLE_KERNELS_CUDA_ARCHS names, else one for each kind of GPU here from Ampere on."""
     named = os.environ.get("EAGLE_KERNELS_CUDA_ARCHS")
     if named:
+        # CMake refuses any other too, but in its own terms (9.0-real), and pip shows a traceback below.
+        if re.fullmatch(r"\d+[af]?(;\d+[af]?)*", named) is None:
+            expected = "numbers with semicolons between, such as 80;90a"
+            raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_CUDA_ARCHS is {named!r}, expected {expected}")
         return named.split(";")
     smi = shutil.which("nvidia-smi")
     query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]

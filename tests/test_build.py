@@ -194,6 +194,10 @@ def test_cuda_is_compiled_for_the_gpus_that_are_there(tools: Path) -> None:
     assert setup_answers("choose_archs()", **with_gpus) == ("['86', '90a']", "")
     named = with_gpus | {"EAGLE_KERNELS_CUDA_ARCHS": "80;89"}
     assert setup_answers("choose_archs()", **named) == ("['80', '89']", "")
+    for wrong in ("80,90", "80; 90a", "9.0", "sm_90", "80;"):
+        answer, log = setup_answers("choose_archs()", **with_gpus | {"EAGLE_KERNELS_CUDA_ARCHS": wrong})
+        expected = "expected numbers with semicolons between, such as 80;90a"
+        assert (answer, log) == ("", f"eagle-kernels: EAGLE_KERNELS_CUDA_ARCHS is {wrong!r}, {expected}\n")
     (tools / "nvidia-smi").unlink()
     answer, log = setup_answers("choose_archs()", **with_gpus)
     assert answer == "[]" and f"NO CUDA KERNELS: {NO_GPU}" in log
