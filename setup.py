@@ -76,7 +76,7 @@ def cuda_archs() -> list[str]:
     """What EAGLE_KERNELS_CUDA_ARCHS names, else one for each kind of GPU here from Ampere on."""
     named = os.environ.get("EAGLE_KERNELS_CUDA_ARCHS")
     if named:
-        # CMake refuses any other too, but in its own terms (9.0-real), and pip shows a traceback below.
+        # CMake would name a value of its own (9.0-real), above a traceback that pip shows.
         if re.fullmatch(r"\d+[af]?(;\d+[af]?)*", named) is None:
             expected = "numbers with semicolons between, such as 80;90a"
             raise SystemExit(f"eagle-kernels: EAGLE_KERNELS_CUDA_ARCHS is {named!r}, expected {expected}")

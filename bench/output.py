@@ -93,11 +93,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(content)
         partial.replace(path)
-    except OSError as failure:
-        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
-    finally:  # after Ctrl-C too
+    except BaseException as failure:  # Ctrl-C too
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+        if isinstance(failure, OSError):
+            raise Unwritable(f"{path} was not written: {failure.strerror}") from None
+        raise
 
 
 def _partial(path: Path) -> Path:

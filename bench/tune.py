@@ -135,6 +135,8 @@ def _check(arguments: argparse.Namespace) -> None:
             tuned_configs.read_entries(gpu.name, arguments.write)
         except ValueError as damaged:  # what was measured could not be put beside its rows
             fail(f"argument --write: {damaged}")
+        except OSError as failure:
+            fail(f"argument --write: {failure.filename} was not read: {failure.strerror}")
 
 
 def _device(arguments: argparse.Namespace) -> torch.device:
@@ -216,8 +218,9 @@ def _compile_neighbors(row: Row, gpu: Gpu, jobs: int) -> None:
 def _compilers(jobs: int) -> ProcessPoolExecutor:
     """Spawned: a fork would share this process's CUDA context. Cached for all rows: each process imports torch, 3 s.
     Ctrl-C, which a terminal sends to all of them, is this process's: each would print a traceback."""
-    spawn, ignore = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
-    return ProcessPoolExecutor(jobs, mp_context=spawn, initializer=signal.signal, initargs=ignore)
+    spawn = multiprocessing.get_context("spawn")
+    initializer = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    return ProcessPoolExecutor(jobs, mp_context=spawn, initializer=initializer)
 
 
 def _compile(row: Row, tiles: Tiles) -> None:

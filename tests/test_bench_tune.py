@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import math
+import os
 import re
 import signal
 import subprocess
@@ -149,6 +150,23 @@ def test_a_damaged_table_is_seen_before_anything_is_measured(
     assert stopped.value.code == 2
     damaged = f"argument --write: norm_concat_linear: {str(path)!r} is damaged, expected a tuned table, because "
     assert damaged in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_table_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune.plan, "unsupported_reason", lambda backend, device: None)
+    path = table_path("Triton interpreter", tmp_path)
+    path.touch()
+
+    def read_text(path: Path) -> str:  # as root every file can be read
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(SystemExit) as stopped:
+        main(["tune", "--device", "cpu", "--write", str(tmp_path)])
+    assert stopped.value.code == 2
+    assert f"argument --write: {path} was not read: Permission denied" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_processes_that_compile_leave_ctrl_c_to_tune() -> None:

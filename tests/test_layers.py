@@ -460,7 +460,18 @@ def test_weights_that_are_no_plain_parameters() -> None:
     assert torch.equal(wrapped(chunks), plain(chunks))
 
 
+class OfUser(torch.nn.utils.prune.BasePruningMethod):
+    """prune's way to add a method."""
+
+    PRUNING_TYPE = "unstructured"
+
+    def compute_mask(self, t: torch.Tensor, default_mask: torch.Tensor) -> torch.Tensor:
+        return default_mask * (t > 0)
+
+
 HOOKED = {
+    "prune-custom": lambda module: OfUser.apply(module, "weight"),
+    "prune-bias": lambda module: torch.nn.utils.prune.random_unstructured(module, "bias", 0.5),
     "prune": lambda module: torch.nn.utils.prune.l1_unstructured(module, "weight", 0.5),
     "prune-twice": lambda module: HOOKED["prune"](HOOKED["prune"](module)),
     "weight_norm": lambda module: torch.nn.utils.weight_norm(module, dim=None),

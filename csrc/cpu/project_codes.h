@@ -8,7 +8,7 @@
 // of scales serves the whole line, and with 4-bit codes, 8 columns a lane, two lines.
 #pragma once
 
-#include "project_strips.h"
+#include "strips.h"
 
 #if defined(__AVX512BF16__)
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {

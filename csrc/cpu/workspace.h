@@ -53,6 +53,7 @@ class Workspace {
     Memory(const char* op, int64_t size)
         : bytes(size), data(operator new(static_cast<size_t>(size), kAlignment, std::nothrow)) {
       // std::bad_alloc says neither whose memory nor how much, and torch makes another exception of it than Python.
+      // Worded here because checks.h has torch's headers, which csrc/cpu does without.
       if (data == nullptr) {
         throw std::runtime_error(std::string(op) + ": the system gave no workspace of " + std::to_string(size) +
                                  " bytes");

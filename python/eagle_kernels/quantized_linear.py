@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from . import bf16_12bit, checks
 from .huge_pages import use_huge_pages
@@ -22,8 +25,8 @@ def compute_in_hooks(module: Any, name: str) -> None:
     """Compute an attribute that `prune`, `weight_norm` and `spectral_norm` of torch.nn.utils set in a pre-hook of a
     forward that is not called: it would be that of the weight before a load."""
     for hook in getattr(module, "_forward_pre_hooks", {}).values():
-        is_torchs = type(hook).__module__.startswith("torch.nn.utils.")
-        if is_torchs and name in (getattr(hook, "name", None), getattr(hook, "_tensor_name", None)):
+        of = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", None)
+        if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm) and of == name:
             hook(module, None)
 
 
@@ -184,7 +187,8 @@ class QuantizedLinear(_LoadsWhole):
 def quantize_linear(op: str, linear: Any, format: str) -> QuantizedLinear:
     """A dense linear layer of 16 or 32 bits, converted to a format of `quantize`."""
     checks.check_unwrapped(op, "the weight", linear)
-    compute_in_hooks(linear, "weight")
+    for name in ("weight", "bias"):
+        compute_in_hooks(linear, name)
     weight = None if isinstance(linear, QuantizedLinear) else getattr(linear, "weight", None)
     if weight is None:
         got, because = "packed", "prepack has put its numbers into another order"

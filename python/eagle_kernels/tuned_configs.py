@@ -168,8 +168,9 @@ def write_rows(
     try:
         partial.write_text(json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n")
         partial.replace(path)
-    finally:  # of a full disk, or after Ctrl-C
+    except BaseException:  # a full disk, or Ctrl-C
         partial.unlink(missing_ok=True)
+        raise
     return path
 
 

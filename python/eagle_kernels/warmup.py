@@ -109,9 +109,9 @@ def _row_count(op: str, given: dict[str, Any]) -> int:
 def _leading_rows(given: dict[str, Any], T: int) -> dict[str, Any]:
     """The row arguments cut to T rows. A tensor whose rows are gathered by an index keeps all of them."""
     indices = _as_list(given.get("indices"))
-    # sum_squares has a row per row of every chunk: where one has no index, all are as long as the call's rows.
-    which = any if given.get("sum_squares") is None else all
-    if not which(index is not None for index in indices):
+    have_index = [index is not None for index in indices]
+    # sum_squares has a row per row of every chunk: where one chunk has no index, all are as long as the call's rows.
+    if not any(have_index) or (given.get("sum_squares") is not None and not all(have_index)):
         indices = []
 
     def cut(name: str, value: Any, k: int = 0) -> Any:

@@ -1,5 +1,6 @@
 """Captures from real transformers models equal what the models themselves report, bit for bit, at every boundary."""
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -151,6 +152,40 @@ def test_a_model_that_was_compiled_before_is_captured(how: str, captured: str) -
     before = buffer.buffer.clone()
     called(random_ids())
     assert same_bits(buffer.buffer, before)
+
+
+def test_captures_that_overlap_leave_compiled_models_as_they_were() -> None:
+    """torch's stance is the process's: the first to leave ended it for the other, which then put it back for good."""
+    torch._dynamo.reset()
+    model, ids = build("gemma3"), random_ids()
+    called, buffers = compiled(model, "wrapper"), [ek.AuxHiddenStates(ROWS, 1, H) for _ in range(2)]
+    called(ids)
+    first, second = (capture(model, [k + 1], buffer) for k, buffer in enumerate(buffers))
+    with contextlib.ExitStack() as of_second:
+        with first:
+            of_second.enter_context(second)
+        called(ids)
+        assert not buffers[0].buffer.any()
+    assert same_bits(buffers[1].chunk(0, ROWS).view(BATCH, LENGTH, H), reported(build("gemma3"), ids)[2])
+    assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_capture_inside_of_a_compiled_function() -> None:
+    """torch refuses to change its stance there."""
+    torch._dynamo.reset()
+    model, ids, buffer = build("gemma3"), random_ids(), ek.AuxHiddenStates(ROWS, 1, H)
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        with capture(model, [1], buffer):
+            model(ids)
+        return y * 2
+
+    for _ in range(2):
+        buffer.buffer.zero_()
+        assert torch.equal(step(torch.ones(3)), torch.full((3,), 4.0))
+        assert same_bits(buffer.chunk(0, ROWS).view(BATCH, LENGTH, H), reported(build("gemma3"), ids)[1])
 
 
 def test_of_residual_streams_the_mean_is_captured() -> None:

@@ -140,12 +140,13 @@ def scaled(
         engine: its name, for the log.
         reused: whether a tensor's memory may be overwritten or freed once `weights` has yielded the next one.
     """
-    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), _padded_rows(model), logger, reused)
-    return _scaled(weights, _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model))), drafter)
+    drafter = _Drafter(type(model).__name__, engine, _quantization_of(model), _padded_rows(model), logger)
+    layers = _Layers(_layers_by_tail(model, unquantized), (*_RENAMES, *_renames_of(model)))
+    return _scaled(weights, layers, drafter, reused)
 
 
 def _scaled(
-    weights: Iterable[tuple[str, Tensor]], layers: "_Layers", drafter: "_Drafter"
+    weights: Iterable[tuple[str, Tensor]], layers: "_Layers", drafter: "_Drafter", reused: bool
 ) -> Iterator[tuple[str, Tensor]]:
     tensors_of: dict[str, dict[str, Tensor]] = {}
     others: list[str] = []
@@ -153,7 +154,7 @@ def _scaled(
         path, _, parameter = name.rpartition(".")
         is_dense = parameter == "bias" or (parameter == "weight" and tensor.dtype in DTYPES)
         if not is_dense and layers.of(path) is not None:
-            tensors_of.setdefault(path, {})[parameter] = tensor.clone() if drafter.reused else tensor
+            tensors_of.setdefault(path, {})[parameter] = tensor.clone() if reused else tensor
         else:
             others.append(name)
             yield name, tensor
@@ -176,7 +177,6 @@ class _Drafter:
     quantization: Mapping[str, Any] | None
     rows: Mapping[str, int]  # by the names of layers whose numbers are padded to them
     logger: logging.Logger
-    reused: bool
 
     def is_read_by_engine(self, path: str, tensors: Mapping[str, Tensor]) -> bool:
         layer, names = _READ_BY_ENGINE.get(self.name, ("", ()))

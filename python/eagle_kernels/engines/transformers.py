@@ -1,6 +1,7 @@
 """Hugging Face transformers: captured layers of a running model go straight into an `AuxHiddenStates` buffer."""
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from ..models import find_family
 
 OP = "transformers.capture"
 
+_lock = threading.Lock()
+_active = 0  # captures, in all threads
+_stance: Any = None  # torch.compiler's, while there are any
+
 
 @contextlib.contextmanager
 def capture(
@@ -25,7 +30,8 @@ def capture(
     the last layer and before the final norm (`output_hidden_states` gives that entry only after the norm). The rows of
     a [B, S, H] batch follow each other; of residual streams, [B, S, N, H] (DeepSeek-V4), their rounded mean is written.
     The hooks are removed on exit, also on an exception. While active, whatever torch.compile has compiled runs eagerly,
-    in every thread: a graph compiled earlier has no hooks, and Dynamo would not notice them.
+    in every thread: a graph compiled earlier has no hooks, and Dynamo would not notice them. (A capture inside of a
+    compiled function leaves the graphs of what that function calls: then no boundary is reached, which is an error.)
 
     Args:
         model: a decoder of transformers, or a model that has one (`get_decoder().layers`).
@@ -46,12 +52,26 @@ def capture(
     decoder = model.get_decoder()
     forward = _Forward(boundaries, buffer, row, _num_streams(decoder))
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        # The stance may not be changed in a compiled function. Such a function is left here for a moment.
+        torch.compiler.disable(_count_captures)(1)
+        hooks.callback(torch.compiler.disable(_count_captures), -1)
         hooks.callback(decoder.register_forward_pre_hook(forward.begin).remove)
         for k, boundary in enumerate(boundaries):
             hooks.callback(_attach(layers, boundary, k, forward).remove)
         hooks.callback(decoder.register_forward_hook(forward.end).remove)
         yield buffer
+
+
+def _count_captures(change: int) -> None:
+    """While there is a capture compiled code runs eagerly. The stance is the process's, and restored to what it was:
+    captures that overlap, in threads or in one, share one."""
+    global _active, _stance
+    with _lock:
+        if _active == 0:
+            _stance = torch.compiler.set_stance("force_eager")
+        _active += change
+        if _active == 0:
+            _stance.__exit__(None, None, None)
 
 
 class _Forward:

@@ -1005,7 +1005,6 @@ def test_a_capture_that_fails_leaves_all_to_sglang(
         return op(*args, **kwargs)
 
     monkeypatch.setattr(capture, "capture_hidden", fail)
-    monkeypatch.setattr(capture, "_failed", False)
     eligibility.clear_logged()
     model = watched([1, 4, 5])
     for _ in range(2):

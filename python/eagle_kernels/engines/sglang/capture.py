@@ -28,7 +28,8 @@ _SETUP = "sglang.srt.model_executor.model_runner_components"
 class Slots:
     """The K slots of one forward. `store` writes the next one; whatever does not fit stays with SGLang's list."""
 
-    def __init__(self, num_chunks: int, graph_buffer: Tensor | None) -> None:
+    def __init__(self, owner: nn.Module, num_chunks: int, graph_buffer: Tensor | None) -> None:
+        self.owner = owner
         self.num_chunks = num_chunks
         self.buffer: Any = graph_buffer  # a tensor from the first `store` on
         self.taken = 0
@@ -47,7 +48,7 @@ class Slots:
         try:
             captured = capture_hidden(hidden, residual, out=slot)
         except Exception as failure:
-            _give_up(failure)
+            _give_up(self.owner, failure)
             self.broken = True
             return None
         self.taken += 1
@@ -69,15 +70,15 @@ def fitting(buffer: Tensor | None, like: Tensor, num_chunks: int) -> Tensor:
     return like.new_empty(shape)
 
 
-_failed = False  # whether a call of the op has: SGLang's list has captured since
 _slots: Slots | None = None  # those of the running forward, until a list takes them
+_failed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # of whose captures one has failed: SGLang's list has all since
 _widths: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()  # K*H of each watched target
 
 
-def _give_up(failure: Exception) -> None:
-    global _failed
-    _failed = True
-    log_once(LOGGER, logging.WARNING, f"capture stays with SGLang from now on, capture_hidden failed: {failure!r}")
+def _give_up(owner: nn.Module, failure: Exception) -> None:
+    _failed.add(owner)
+    name = f"{type(owner).__name__}'s capture"
+    log_once(LOGGER, logging.WARNING, f"{name} stays with SGLang from now on, capture_hidden failed: {failure!r}")
 
 
 def claim() -> Slots | None:
@@ -103,10 +104,10 @@ def _watch(result: None, *, model: Any, eagle_use_aux_hidden_state: bool, **kwar
 
     def begin(module: nn.Module, args: tuple, kwargs: dict) -> None:
         global _slots
-        if _failed:
+        if owner in _failed:
             return
         batch = next((arg for arg in (*args, *kwargs.values()) if hasattr(arg, "aux_hidden_states_buffer")), None)
-        _slots = Slots(num_chunks, getattr(batch, "aux_hidden_states_buffer", None))
+        _slots = Slots(owner, num_chunks, getattr(batch, "aux_hidden_states_buffer", None))
 
     def end(*_: object) -> None:
         claim()
