@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -24,7 +23,12 @@ LOAD = "load_state_dict"
 def compute_in_hooks(module: Any, name: str) -> None:
     """Compute an attribute that `prune`, `weight_norm` and `spectral_norm` of torch.nn.utils set in a pre-hook of a
     forward that is not called: it would be that of the weight before a load."""
-    for hook in getattr(module, "_forward_pre_hooks", {}).values():
+    hooks = getattr(module, "_forward_pre_hooks", {})
+    if not hooks:
+        return
+    from torch.nn.utils.prune import BasePruningMethod  # which torch itself does not import
+
+    for hook in hooks.values():
         of = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", None)
         if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm) and of == name:
             hook(module, None)
