@@ -25,7 +25,7 @@ from . import cli_types, info
 from .cli_types import Command
 from .measure import TIMERS, Ratio, TooLarge, Variant, plan_rotation, ratio, time_variants
 from .ops.norm_concat_linear import NormConcatLinear
-from .output import Progress, Unwritable, check_writable, say, wrap
+from .output import Progress, check_writable, say, wrap, write_text
 from .workloads import Row, judge
 
 Choice = Tiles | None  # None: norm_concat and a library product
@@ -108,16 +108,16 @@ def _tune_shape(
     finally:
         if tuned and arguments.write is not None:
             facts = {name: environment[name] for name in ("torch", "triton", "date", "commit")}
-            _write(gpu, shape, tuned, facts, arguments.write)
+            say(wrap(f"written: {write_rows(gpu.name, shape, tuned, facts, arguments.write)}"))
 
 
-def _write(gpu: Gpu, shape: tuned_configs.Shape, tuned: dict[int, Choice], facts: dict[str, str], folder: Path) -> None:
-    try:
-        path = tuned_configs.write_rows(gpu.name, shape, tuned, facts, folder)
-    except OSError as failure:
-        path = tuned_configs.table_path(gpu.name, folder)
-        raise Unwritable(f"{path} was not written: {failure.strerror}") from None
-    say(wrap(f"written: {path}"))
+def write_rows(
+    device_name: str, shape: tuned_configs.Shape, rows: dict[int, Choice], measured_with: dict[str, str], folder: Path
+) -> Path:
+    """Put measured rows into the GPU's table in `folder`. Running processes see it after a restart."""
+    path = tuned_configs.table_path(device_name, folder)
+    write_text(path, tuned_configs.table_with_rows(device_name, shape, rows, measured_with, folder))
+    return path
 
 
 def _check(arguments: argparse.Namespace) -> None:

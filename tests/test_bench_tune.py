@@ -19,7 +19,7 @@ from eagle_kernels.bench.measure import Ratio
 from eagle_kernels.bench.output import Unwritable
 
 from eagle_kernels.model_shapes import model_shapes
-from eagle_kernels.tuned_configs import Gpu, Shape, Tiles, choose_tiles, read_rows, table_path, write_rows
+from eagle_kernels.tuned_configs import Gpu, Shape, Tiles, choose_tiles, read_rows, table_path
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", 90, 227 << 10)
 START = tune.start_tiles(H100, 16, 3, 4096, 4096, torch.bfloat16)
@@ -101,9 +101,9 @@ def test_the_weight_is_the_left_operand_only_where_the_tensor_cores_take_it() ->
 
 def test_what_is_written_is_what_is_chosen(tmp_path: Path) -> None:
     facts = {"torch": "2.13.0", "triton": "3.9.0", "date": "today", "commit": "0"}
-    write_rows(H100.name, SHAPE, {2: START, 256: None}, facts, tmp_path / "new folder")
-    path = write_rows(H100.name, Shape(2, 64, 64, "float32"), {8: START}, facts, tmp_path / "new folder")
-    write_rows(H100.name, SHAPE, {16: START}, facts, path.parent)
+    tune.write_rows(H100.name, SHAPE, {2: START, 256: None}, facts, tmp_path / "new folder")
+    path = tune.write_rows(H100.name, Shape(2, 64, 64, "float32"), {8: START}, facts, tmp_path / "new folder")
+    tune.write_rows(H100.name, SHAPE, {16: START}, facts, path.parent)
     assert read_rows(H100.name, SHAPE, path.parent) == {2: START, 16: START, 256: None}
     assert read_rows(H100.name, Shape(2, 64, 64, "float32"), path.parent) == {8: START}
     assert list(path.parent.iterdir()) == [path]
@@ -122,7 +122,7 @@ def test_a_table_that_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(Unwritable) as raised:
-        tune._write(H100, SHAPE, {1: START}, {}, tmp_path)
+        tune.write_rows(H100.name, SHAPE, {1: START}, {}, tmp_path)
     path = table_path(H100.name, tmp_path)
     assert str(raised.value) == f"{path} was not written: No space left on device"
     assert not list(tmp_path.iterdir())
@@ -181,7 +181,7 @@ def test_the_processes_that_compile_leave_ctrl_c_to_tune() -> None:
 def test_one_plan_for_all_T_is_never_the_librarys(tmp_path: Path) -> None:
     """A table may say at T=64 that the library's product is fastest; where one plan serves every T, that entry is not
     used."""
-    write_rows(H100.name, SHAPE, {16: START, 64: None}, {}, tmp_path)
+    tune.write_rows(H100.name, SHAPE, {16: START, 64: None}, {}, tmp_path)
     options = {"has_residuals": False, "directory": tmp_path}
     assert choose_tiles(H100, 64, 3, 4096, 4096, torch.bfloat16, **options)[0] is None
     assert choose_tiles(H100, 64, 3, 4096, 4096, torch.bfloat16, split_only=True, **options)[0] == START

@@ -8,7 +8,8 @@
 // of scales serves the whole line, and with 4-bit codes, 8 columns a lane, two lines.
 #pragma once
 
-#include "strips.h"
+#include "project_dot.h"
+#include "widen_codes.h"
 
 #if defined(__AVX512BF16__)
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {

@@ -29,9 +29,11 @@ def compute_in_hooks(module: Any, name: str) -> None:
     from torch.nn.utils.prune import BasePruningMethod  # which torch itself does not import
 
     for hook in hooks.values():
-        of = getattr(hook, "_tensor_name" if isinstance(hook, BasePruningMethod) else "name", None)
-        if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm) and of == name:
-            hook(module, None)
+        is_pruning = isinstance(hook, BasePruningMethod)
+        if is_pruning or isinstance(hook, SpectralNorm | WeightNorm):
+            computed = hook._tensor_name if is_pruning else hook.name
+            if computed == name:
+                hook(module, None)
 
 
 class _LoadsWhole(nn.Module):

@@ -151,27 +151,16 @@ def table_path(device_name: str, directory: Path = CONFIGS) -> Path:
     return directory / f"{device_name.replace(' ', '_')}.json"
 
 
-def write_rows(
+def table_with_rows(
     device_name: str, shape: Shape, rows: dict[int, Tiles | None], measured_with: dict[str, str], directory: Path
-) -> Path:
-    """Put measured rows into the GPU's table: rows of other T and other shapes stay. Returns the file.
-
-    Running processes see it after a restart.
-    """
-    path, by_shape = table_path(device_name, directory), read_entries(device_name, directory)
+) -> str:
+    """The text of the GPU's table with measured rows in it: rows of other T and other shapes stay."""
+    by_shape = read_entries(device_name, directory)
     entry = by_shape.setdefault(shape, asdict(shape) | {"rows": {}})
     entry["rows"] |= {str(T): None if tiles is None else tiles._asdict() for T, tiles in rows.items()}
     entry["rows"] = dict(sorted(entry["rows"].items(), key=lambda item: int(item[0])))
     entry["measured_with"] = measured_with
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_text(json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n")
-        partial.replace(path)
-    except BaseException:  # a full disk, or Ctrl-C
-        partial.unlink(missing_ok=True)
-        raise
-    return path
+    return json.dumps({"norm_concat_linear": list(by_shape.values())}, indent=1) + "\n"
 
 
 # The largest T of the split plans, a heuristic: above about 128 rows a 16-bit product is bound by tensor cores and no

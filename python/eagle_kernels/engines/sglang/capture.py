@@ -47,7 +47,7 @@ class Slots:
         slot = self.buffer[:, self.taken * H : (self.taken + 1) * H]
         try:
             captured = capture_hidden(hidden, residual, out=slot)
-        except Exception as failure:
+        except Exception as failure:  # of a kernel: the engine must serve on
             _give_up(self.owner, failure)
             self.broken = True
             return None
