@@ -312,6 +312,8 @@ def _environment() -> Iterator[dict[str, str]]:
         field = name.removeprefix("EAGLE_KERNELS_").lower()
         # The switches of the engines' plugins are read when an engine loads one.
         setting = getattr(plan.SETTINGS, field) if hasattr(plan.SETTINGS, field) else "read by the engine"
+        if isinstance(setting, bool):  # as the variable is set
+            setting = int(setting)
         setting = "auto" if setting is None else str(setting)
         yield {"name": name, "setting": setting, "values": values, "meaning": meaning}
 

@@ -87,6 +87,7 @@ def test_run_survives_saving(tmp_path: Path) -> None:
         pytest.param("[" * 100_000, "run.json: not a saved run: maximum recursion depth exceeded", id="nested"),
         pytest.param("[]", "schema version is None, expected 2", id="no-run"),
         pytest.param('{"schema_version": 1}', "schema version is 1, expected 2; measure again", id="older"),
+        pytest.param('{"schema_version": "2"}', "schema version is '2', expected 2; measure again", id="a-string"),
         pytest.param('{"schema_version": 2}', "schema version 2, but without environment and records", id="nothing"),
         pytest.param(
             '{"schema_version": 2, "environment": {}, "records": [{}]}', "record 0 has no op, preset", id="no-fields"

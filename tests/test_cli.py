@@ -59,6 +59,8 @@ def test_info_shows_versions_settings_and_plans(capsys: pytest.CaptureFixture) -
     assert re.search(rf"torch +{re.escape(torch.__version__)}", printed)
     for name in ("EAGLE_KERNELS_BACKEND", "EAGLE_KERNELS_BATCH_INVARIANT", "EAGLE_KERNELS_CPU_ISA"):
         assert name in printed
+    invariant = int(plan.SETTINGS.batch_invariant)
+    assert f"EAGLE_KERNELS_BATCH_INVARIANT = {invariant}\n" in printed  # as it is set, not False
     for op in ops.__all__:
         assert re.search(rf"^  {op} .*(bf16|fp32)", printed, re.MULTILINE)
     assert re.search(r"EAGLE_KERNELS_VLLM, EAGLE_KERNELS_SGLANG +=", printed)  # settings of the plugins

@@ -88,7 +88,7 @@ def load(path: Path) -> dict:
         raise UnreadableResult(f"{path}: not a saved run: {failure}") from None
     version = run.get("schema_version") if isinstance(run, dict) else None
     if version != SCHEMA_VERSION:
-        raise UnreadableResult(f"{path}: schema version is {version}, expected {SCHEMA_VERSION}; measure again")
+        raise UnreadableResult(f"{path}: schema version is {version!r}, expected {SCHEMA_VERSION}; measure again")
     absent = [name for name, kind in (("environment", dict), ("records", list)) if not isinstance(run.get(name), kind)]
     if absent:
         raise UnreadableResult(f"{path}: schema version {version}, but without {' and '.join(absent)}")
