@@ -1,7 +1,10 @@
 """MTPStreamsProjection: every stream against float64 and against the engines' three roundings; masks, checkpoints."""
 
+import copy
 import logging
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import Tensor
 
 import eagle_kernels as ek
 from accuracy import relative_rms, rms_limit
+from eagle_kernels import layers, mtp_streams, plan
+from eagle_kernels.quantized_weight import columns_of
 from guards import GuardedRows, UnchangedTensors, same_bits
 
 S, H, D, V, T = 4, 72, 40, 193, 13
@@ -17,6 +22,33 @@ EPS = {"enorm_eps": 1e-5, "hnorm_eps": 3e-2}
 DEEPSEEK = {"hnorm_over": "stream"}
 QWEN4 = {"hnorm_over": "row", "norm_offset": 1.0}
 STAGES = [pytest.param(DEEPSEEK, id="deepseek_v4"), pytest.param(QWEN4, id="qwen4_exp")]
+
+
+WAYS = {"one product": 1 << 40, "two products": 1}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One product with eh_proj or one each with e_proj and h_proj, whatever the number of rows."""
+    monkeypatch.setattr(mtp_streams, "_least_rows_apart", lambda like: WAYS[request.param])
+    return request.param
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rows, columns of the weight) of every product since the last look."""
+    seen: list[tuple[int, int]] = []
+
+    def counted(function: Callable, width: Callable[[Any], int]) -> Callable:
+        def call(sources: Any, projection: Any, out: Tensor | None = None) -> Tensor:
+            seen.append((sources.rows, width(projection.weight)))
+            return function(sources, projection, out)
+
+        return call
+
+    monkeypatch.setattr(layers, "project", counted(layers.project, lambda weight: weight.shape[1]))
+    monkeypatch.setattr(layers.quantized, "project", counted(layers.quantized.project, lambda weight: weight.shape[1]))
+    return seen
 
 
 def make_layer(dtype: torch.dtype = torch.bfloat16, max_tokens: int | None = None, **config: object):
@@ -58,7 +90,7 @@ def engine_chain(layer: ek.MTPStreamsProjection, embeds: Tensor, hidden: Tensor)
 @pytest.mark.parametrize("config", STAGES)
 @pytest.mark.parametrize("source", ["table", "module", "embeds"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_matches_float64(config: dict, source: str, dtype: torch.dtype) -> None:
+def test_matches_float64(config: dict, source: str, dtype: torch.dtype, way: str) -> None:
     layer, (hidden, ids, table) = make_layer(dtype, **config), make_inputs(dtype)
     embeds = lookup(table, ids)
     given = {
@@ -80,7 +112,8 @@ def test_matches_float64(config: dict, source: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("config", STAGES)
-def test_one_rounding_is_nearer_to_float64_than_the_engines_three(config: dict) -> None:
+@pytest.mark.parametrize("way", ["one product"], indirect=True)
+def test_one_rounding_is_nearer_to_float64_than_the_engines_three(config: dict, way: str) -> None:
     layer, (hidden, ids, table) = make_layer(**config), make_inputs()
     embeds = lookup(table, ids)
     truth = engine_chain(layer, embeds.double(), hidden.double())
@@ -91,7 +124,7 @@ def test_one_rounding_is_nearer_to_float64_than_the_engines_three(config: dict) 
 
 
 @pytest.mark.parametrize("config", STAGES)
-def test_position_0_is_masked_where_the_config_says_so(config: dict) -> None:
+def test_position_0_is_masked_where_the_config_says_so(config: dict, way: str) -> None:
     hidden, ids, table = make_inputs()
     positions = torch.arange(T) % 5
     layer, unmasked = make_layer(mask_position_zero=True, **config), make_layer(**config)
@@ -104,7 +137,7 @@ def test_position_0_is_masked_where_the_config_says_so(config: dict) -> None:
 
 
 @pytest.mark.parametrize("config", STAGES)
-def test_rows_are_selected_through_indices(config: dict) -> None:
+def test_rows_are_selected_through_indices(config: dict, way: str) -> None:
     layer, (hidden, ids, table) = make_layer(**config), make_inputs()
     for dtype in (torch.int32, torch.int64):
         accepted = torch.tensor([12, 0, 0, 5, -1, T, torch.iinfo(dtype).max, torch.iinfo(dtype).min], dtype=dtype)
@@ -114,7 +147,7 @@ def test_rows_are_selected_through_indices(config: dict) -> None:
 
 
 @pytest.mark.parametrize("config", STAGES)
-def test_static_buffers_are_allocated_once_and_a_call_sees_no_other_rows(config: dict) -> None:
+def test_static_buffers_are_allocated_once_and_a_call_sees_no_other_rows(config: dict, way: str) -> None:
     layer, (hidden, ids, table) = make_layer(max_tokens=T, mask_position_zero=True, **config), make_inputs()
     fresh = make_layer(mask_position_zero=True, **config)
     fresh.load_state_dict(layer.state_dict())
@@ -124,11 +157,11 @@ def test_static_buffers_are_allocated_once_and_a_call_sees_no_other_rows(config:
         given = {"ids": ids[:rows], "table": table, "positions": positions[:rows], "indices": torch.arange(rows)}
         assert same_bits(layer(hidden, **given), fresh(hidden, **given))
         buffers = {name: buffer.data_ptr() for name, buffer in layer._static_buffers.items()}
-        assert buffers == (kept or buffers)
+        assert kept.items() <= buffers.items()  # each is allocated by the first call that needs it
         kept = buffers
 
 
-def test_a_bad_stream_stays_in_its_stream() -> None:
+def test_a_bad_stream_stays_in_its_stream(way: str) -> None:
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     good = layer(hidden, ids, table=table)
     hidden[5, 2, 11] = float("nan")
@@ -138,7 +171,111 @@ def test_a_bad_stream_stays_in_its_stream() -> None:
     assert same_bits(good, bad)
 
 
-def test_the_state_goes_on_as_rows_of_all_streams() -> None:
+FORMATS = ["fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32", "int8_row", "mxfp8", "mxfp4", "nvfp4"]
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_the_two_products_have_the_bits_of_the_halves(format: str | None, products: list) -> None:
+    """At a number of rows at which every device and instruction set makes two."""
+    H, D, T = 256, 136, 128
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D, **EPS), dtype=torch.bfloat16)
+    halves: list[Any] = list(layer.eh_proj.weight.chunk(2, 1))
+    if format is not None:
+        codes = layer.quantize(format).eh_proj.quantized.dequantize(torch.float32)
+        halves = [ek.quantize(half, format) for half in halves]
+        if format in ("fp8_tensor", "fp8_row", "int8_row", "nvfp4"):  # whose scales the halves share
+            halves = [columns_of(layer.eh_proj.quantized, begin, begin + H) for begin in (0, H)]
+        assert torch.cat([half.dequantize(torch.float32) for half in halves], 1).equal(codes)
+    hidden, embeds = torch.randn(T, S, H).bfloat16(), torch.randn(T, H).bfloat16()
+    out = torch.full((T, S, D), float("nan")).bfloat16()
+    projected = layer(hidden, embeds=embeds, out=out)
+    assert products == [(T, H), (T * S, H)] and projected is out
+    gains = (layer.enorm.weight, layer.hnorm.weight)
+    of_embeds, of_streams = (
+        ek.norm_concat_linear([rows], half, norm_weight=[gain], eps=eps)
+        for rows, half, gain, eps in zip((embeds, hidden.view(-1, H)), halves, gains, EPS.values(), strict=True)
+    )
+    assert same_bits(out, of_streams.view(T, S, D) + of_embeds.unsqueeze(1))
+    assert same_bits(out, layer(hidden, embeds=embeds))
+
+
+def test_when_there_is_one_product(products: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    H, T = 192, 128
+    hidden, embeds = torch.randn(T, S, H).bfloat16(), torch.randn(T, H).bfloat16()
+
+    def widths(layer: ek.MTPStreamsProjection, rows: int = T) -> list[int]:
+        products.clear()
+        layer(hidden[:rows], embeds=embeds[:rows])
+        return [width for _, width in products]
+
+    dense = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16)
+    assert widths(dense) == [H, H] and widths(dense, 3) == [2 * H]
+    in_blocks = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16).quantize("fp8_block128")
+    compressed = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16).quantize("bf16_12bit")
+    assert widths(in_blocks) == widths(compressed) == [2 * H]
+    biased = copy.deepcopy(dense)
+    biased.eh_proj.bias = torch.nn.Parameter(torch.ones(H).bfloat16(), requires_grad=False)
+    assert widths(biased) == [2 * H]
+    monkeypatch.setenv("EAGLE_KERNELS_BATCH_INVARIANT", "1")
+    plan.clear()
+    try:
+        assert widths(dense) == [2 * H]
+    finally:
+        monkeypatch.undo()
+        plan.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "isa", "least"),
+    [
+        (torch.bfloat16, "amx_bf16", 64),
+        (torch.float16, "amx_bf16", 16),
+        (torch.float32, "amx_bf16", 16),
+        (torch.bfloat16, "avx512_bf16", 16),
+    ],
+)
+def test_the_least_rows_of_two_products(
+    dtype: torch.dtype, isa: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp_streams.library, "unsupported_reason", None)
+    monkeypatch.setattr(plan, "cpu_isa", lambda: isa)
+    assert mtp_streams._least_rows_apart(torch.empty(0, dtype=dtype)) == least
+    assert mtp_streams._least_rows_apart(torch.empty(0, dtype=dtype, device="meta")) == 512
+
+
+@pytest.mark.parametrize("format", [None, "fp8_row", "fp8_block128"])
+def test_an_out_over_the_weight_is_refused_with_two_products(format: str | None) -> None:
+    """The product that writes sees h_proj alone; here `out` ends within the first row of e_proj."""
+    H, D, T = 256, 4, 128
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, D), dtype=torch.bfloat16)
+    if format is not None:
+        layer.quantize(format)
+    hidden, embeds = torch.randn(T, S, H).bfloat16(), torch.randn(T, H).bfloat16()
+    names = ["weight"] if format is None else ["weight", "weight_scale"]
+    for name in names:
+        tensor = getattr(layer.eh_proj, name)
+        memory = torch.zeros(T * S * D * 2 + tensor.nbytes, dtype=torch.uint8)
+        moved = memory[T * S * D * 2 - 4 :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        own = moved if format is not None else torch.nn.Parameter(moved, requires_grad=False)
+        setattr(layer.eh_proj, name, own)
+        out = memory[: T * S * D * 2].view(torch.bfloat16).view(T, S, D)
+        with pytest.raises(
+            ValueError, match=rf"^MTPStreamsProjection: out overlaps eh_proj\.{name}, expected disjoint"
+        ):
+            layer(hidden, embeds=embeds, out=out)
+        assert not memory.any()
+        setattr(layer.eh_proj, name, tensor)
+
+
+def test_two_dtypes_are_refused_with_codes_too() -> None:
+    """Each of two products would take its own."""
+    layer = ek.MTPStreamsProjection(ek.MTPStreamsConfig(256), dtype=torch.bfloat16).quantize("fp8_block128")
+    message = r"^norm_concat_linear: chunks\[1\] has dtype torch.bfloat16, expected torch.float16, because"
+    with pytest.raises(TypeError, match=message):
+        layer(torch.randn(128, S, 256).bfloat16(), embeds=torch.randn(128, 256).half())
+
+
+def test_the_state_goes_on_as_rows_of_all_streams(way: str) -> None:
     """As [T, S*H] in a `ChainedHiddenStates` of that width, whose rows are dense."""
     layer, (hidden, ids, table) = make_layer(), make_inputs()
     chain = ek.ChainedHiddenStates(T + 3, S * H)
@@ -173,7 +310,7 @@ def test_loads_what_the_families_call_the_two_projections(config: dict, prefix: 
 
 @pytest.mark.parametrize("format", ["fp8_block128", "fp8_tensor", "fp8_row", "mxfp8"])
 @pytest.mark.parametrize("e8m0", [False, True])
-def test_quantized_projections_become_one_weight(format: str, e8m0: bool) -> None:
+def test_quantized_projections_become_one_weight(format: str, e8m0: bool, way: str) -> None:
     """DeepSeek-V4's own files: e4m3 in blocks of 128 x 128, and scales named `.scale` in fp32 or as exponents."""
     H, D = 256, 200
     weights = checkpoint_of("mtp.0.", DEEPSEEK_NAMES, H, D, H)
@@ -277,7 +414,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_copied(cha
 
 @pytest.mark.parametrize("config", STAGES)
 @pytest.mark.parametrize("named", ["hidden", "ids", "indices", "positions", "table", "enorm", "hnorm"])
-def test_an_out_over_an_input_is_refused(config: dict, named: str) -> None:
+def test_an_out_over_an_input_is_refused(config: dict, named: str, way: str) -> None:
     """Each of them is copied or normed first by some stage, so that the op that writes cannot tell."""
     layer = make_layer(mask_position_zero=True, **config)
     hidden, ids, table = make_inputs()

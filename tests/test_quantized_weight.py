@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kernels import QuantizedWeight, quantize
-from eagle_kernels.quantized_weight import FORMATS, columns_unsupported_reason, num_bytes
+from eagle_kernels.quantized_weight import FORMATS, columns_of, columns_unsupported_reason, num_bytes
 from guards import same_bits
 
 E8M0 = torch.float8_e8m0fnu
@@ -256,6 +256,24 @@ def test_merged_shards_keep_their_own_scales() -> None:
     merged = QuantizedWeight(codes, torch.cat(powers), "fp8_block128", shard_rows=[300, 70, 128])
     each = [QuantizedWeight(part.codes, power, "fp8_block128") for part, power in zip(parts, powers, strict=True)]
     assert torch.equal(merged.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in each]))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_columns_of_a_weight_are_a_view(format: str) -> None:
+    weight = quantize(torch.randn(200, 384).bfloat16(), format)
+    whole = weight.dequantize(torch.float32)
+    for begin, end in ((0, 128), (128, 384), (0, 384)):
+        columns = columns_of(weight, begin, end)
+        assert columns is not None and columns.dequantize(torch.float32).equal(whole[:, begin:end])
+        columns.check("test")
+        assert columns.codes.untyped_storage().data_ptr() == weight.codes.untyped_storage().data_ptr()
+    shared = weight.block[1]
+    if shared < 384:
+        assert columns_of(weight, shared // 2, 384) is None and columns_of(weight, 0, 384 - shared // 2) is None
+
+
+def test_columns_in_12_bits_are_no_weight() -> None:
+    assert columns_of(quantize(torch.randn(8, 256).bfloat16(), "bf16_12bit"), 0, 128) is None
 
 
 def test_columns_with_scales_of_another_kind_do_not_become_one_weight() -> None:

@@ -11,10 +11,12 @@ from eagle_kernels import MTPStreamsConfig, MTPStreamsProjection
 from eagle_kernels.ops.projection import Projection, project_formula
 from eagle_kernels.ops.sources import Sources
 from eagle_kernels.ops.sources import formula as sources_formula
+from eagle_kernels.quantized_linear import QuantizedLinear
+from eagle_kernels.quantized_weight import QuantizedWeight
 
 from .. import baselines as engine_chains
 from ..measure import Call, Footprint
-from ..workloads import DENSE, Row
+from ..workloads import Row
 from .norm_concat_linear import MAX_LAYERS, NormConcatLinear
 
 
@@ -58,7 +60,7 @@ class StreamsProjection(NormConcatLinear):
     def _call(self, name: str) -> tuple[Call, int]:
         if name != "layer":
             return super()._call(name)
-        layers = [self._module(weight) for weight in self.weights[:MAX_LAYERS]]
+        layers = [self._module(weight) for weight in (self.quantized or self.weights)[:MAX_LAYERS]]
 
         def call(copy: int) -> Tensor:
             embedding, streams = self.chunks[copy]
@@ -74,11 +76,11 @@ class StreamsProjection(NormConcatLinear):
             return f"a stage of streams has no {form}"
         if form in ("op", "dense", "dequantize") and self._over_row:
             return "no call of the op has a norm over all streams: the layer calls norm_concat before it"
-        if form == "layer":
-            return None if self.row.weight == DENSE else "a quantized weight is timed in the op"
+        if form == "layer":  # of many rows it makes two products, the op one
+            return None
         return super().unsupported_reason(name)
 
-    def _module(self, weight: Tensor) -> MTPStreamsProjection:
+    def _module(self, weight: Tensor | QuantizedWeight) -> MTPStreamsProjection:
         row, stage = self.row, self.row.stage
         config = MTPStreamsConfig(
             hidden_size=stage.H,
@@ -90,7 +92,10 @@ class StreamsProjection(NormConcatLinear):
             hnorm_over=stage.hnorm_over,
         )
         layer = MTPStreamsProjection(config, max_tokens=row.T, dtype=row.dtype, device="meta")
-        layer.eh_proj.weight = nn.Parameter(weight, requires_grad=False)
+        if isinstance(weight, QuantizedWeight):
+            layer.eh_proj = QuantizedLinear(weight)
+        else:
+            layer.eh_proj.weight = nn.Parameter(weight, requires_grad=False)
         for norm, gain in zip((layer.enorm, layer.hnorm), self._stored_gains(), strict=True):
             norm.weight = nn.Parameter(gain, requires_grad=False)
         return layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from .quantized_linear import (
     load_projections,
     quantize_linear,
 )
+from .quantized_weight import columns_of
 from .vocab_shard import VocabShard, shard_vocab_weight
 
 
@@ -74,6 +76,21 @@ def project_onto(linear: Any, sources: Sources, post_norm_eps: float, out: Tenso
         return quantized.project(sources, linear.projection(post_norm_eps), out)
     # tuple.__new__ as in norm_concat_linear.
     return project(sources, tuple.__new__(Projection, (*weight_and_bias(linear), None, post_norm_eps)), out)
+
+
+def product_with_columns(linear: Any, begin: int, end: int) -> Callable[..., Tensor] | None:
+    """The product of sources with these columns of a linear layer's weight, which are read where they are; None where
+    they share scales with other columns, the layer has a bias, or PyTorch has to see the call."""
+    if isinstance(linear, QuantizedLinear):
+        codes, bias, *_ = linear.projection()
+        columns = columns_of(codes, begin, end) if bias is None and is_plain(*codes.tensors) else None
+        if columns is None:
+            return None
+        return partial(quantized.project, projection=quantized.QuantizedProjection(columns, None, None, 0.0))
+    weight, bias = weight_and_bias(linear)
+    if bias is not None or not is_plain(weight):
+        return None
+    return partial(project, projection=Projection(weight[:, begin:end], None, None, 0.0))
 
 
 def weight_and_bias(linear: Any) -> tuple[Any, Any]:

@@ -4,24 +4,26 @@ DeepSeek-V4 and Qwen4-Exp project the embedding once and each stream by itself, 
 
     x[t, s] = e_proj(enorm(embedding[t])) + h_proj(hnorm(hidden[t, s]))
 
-which is one product with eh_proj = [e_proj | h_proj] over S*T rows, where row r has the embedding of token r // S. The
-sum is then rounded once; the engines round each product and the sum (SGLang 0.5.23 `deepseek_v4_nextn`,
-`qwen4_exp_mtp`; vLLM 0.33 `models/deepseek_v4/nvidia/mtp.py`).
+which for few rows is one product with eh_proj = [e_proj | h_proj] over S*T rows, where row r has the embedding of token
+r // S, rounded once. For many rows the embedding and the streams are multiplied apart, and each product and the sum are
+rounded, as in the engines (SGLang 0.5.23 `deepseek_v4_nextn`, `qwen4_exp_mtp`; vLLM 0.33
+`models/deepseek_v4/nvidia/mtp.py`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, library, plan
+from .dispatch import is_plain
 from .drafter_config import check_config, check_engine, get_field, needed_int_field, number_field
-from .layers import VocabParallelEmbedding, gain_of, project_onto, unit_norm
+from .layers import VocabParallelEmbedding, gain_of, product_with_columns, project_onto, unit_norm
 from .mtp_config import MTPConfig, family_of_streams
 from .mtp_projection import MTPProjection
 from .ops.norm_concat import concatenate
@@ -97,8 +99,9 @@ class MTPStreamsProjection(MTPProjection):
     h_proj]. The state that a step hands to the next is the decoder's streams before they are collapsed, [T, S*H]:
     `load` of `ChainedHiddenStates(max_tokens, S*H)` stores it.
 
-    The product takes 2*S*T*H*D multiplications, where the engines' two take (S + 1)*T*H*D. With many rows that costs
-    time; the layer is for decoding, where the time is that of reading the weight.
+    One product takes 2*S*T*H*D multiplications, two take (S + 1)*T*H*D. So where the time is no longer that of reading
+    the weight (`_least_rows_apart`), there are two products and a sum. A compiled call has one product for all T, and
+    so have calls under EAGLE_KERNELS_BATCH_INVARIANT=1 and weights in bf16_12bit, whose halves are no weights.
     """
 
     config: MTPStreamsConfig
@@ -180,12 +183,41 @@ class MTPStreamsProjection(MTPProjection):
             # The op norms H columns, with one gain for all rows: here both sources are normed first, as in the engines.
             chunk = self._normed("enorm", chunk, eps[0], index, count)
             streams = self._normed("hnorm", streams.view(-1, S * H), eps[1], indices, count).view(-1, H)
-            norm, gains, eps = "none", None, [1e-6]  # nobody reads this eps
+            norm, gains = "none", None
             index = indices = None
-        rows = [self._rows_of_embedding(index, chunk, count), self._rows_of_hidden(indices, streams, count)]
-        sources = Sources.of("norm_concat_linear", [chunk, streams], norm, gains, eps, offset, indices=rows)
-        projected = project_onto(self._modules["eh_proj"], sources, 0.0, out_rows)
+        chunks, of_hidden = [chunk, streams], self._rows_of_hidden(indices, streams, count)
+
+        def sources(at: slice, rows: list[Tensor | None]) -> Sources:
+            own_gains, own_eps = (gains[at], eps[at]) if gains else (None, [1e-6])  # an eps that nobody reads
+            return Sources.of("norm_concat_linear", chunks[at], norm, own_gains, own_eps, offset, indices=rows)
+
+        eh_proj: Any = self._modules["eh_proj"]
+        products = self._products_apart(eh_proj, chunk, streams, count)
+        if products is None:
+            both = sources(slice(2), [self._rows_of_embedding(index, chunk, count), of_hidden])
+            projected = project_onto(eh_proj, both, 0.0, out_rows)
+        else:
+            if out_rows is not None:  # the op that writes it sees h_proj alone
+                tensors = (*eh_proj.named_parameters(), *eh_proj.named_buffers())
+                self._check_copied(out_rows, **{f"eh_proj.{name}": tensor for name, tensor in tensors})
+            by_e_proj, by_h_proj = products
+            of_embedding = self._static("projected embedding", (count, self.config.out_features), chunk)
+            by_e_proj(sources(slice(1), [index]), out=of_embedding)
+            projected = by_h_proj(sources(slice(1, 2), [of_hidden]), out=out_rows)
+            projected.view(count, S, -1).add_(of_embedding.unsqueeze(1))
         return projected.view(-1, S, self.config.out_features) if out is None else out
+
+    def _products_apart(
+        self, projection: Any, chunk: Tensor, streams: Tensor, count: int
+    ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
+        """The products with e_proj and with h_proj, where both take less time than the one with eh_proj."""
+        H, rows = self.config.hidden_size, count * self.config.num_streams
+        # A compiled call has one graph for all T. Dtypes that differ are left to the op, which refuses them.
+        is_one = not is_plain(chunk, streams) or chunk.dtype != streams.dtype or plan.SETTINGS.batch_invariant
+        if is_one or rows < _least_rows_apart(chunk):
+            return None
+        by_e_proj, by_h_proj = (product_with_columns(projection, begin, begin + H) for begin in (0, H))
+        return None if by_e_proj is None or by_h_proj is None else (by_e_proj, by_h_proj)
 
     def _normed(self, norm: str, rows: Tensor, eps: float, index: Tensor | None, count: int) -> Tensor:
         """The rows that `index` picks, normed over all their columns and rounded."""
@@ -210,6 +242,21 @@ class MTPStreamsProjection(MTPProjection):
         first = indices.long().clamp(-1, like.shape[0] // S) * S
         torch.add(first.unsqueeze(1), torch.arange(S, device=like.device), out=rows)
         return rows.masked_fill_((indices < 0).unsqueeze(1), -1).view(-1)
+
+
+def _least_rows_apart(like: Tensor) -> int:
+    """The least S*T at which two products take less time than one.
+
+    S=4, H=D=4096, two threads of a Xeon with AMX, cold weights, both ways in turn: the time of one product over that of
+    two, at S*T = 4, 16, 64 and 128, is 0.93, 0.90, 1.01 and 1.40 in bf16 and 0.90, 0.88, 1.21 and 1.36 in fp8_block128
+    (1.50 and 1.43 at 1024). With AVX-512-BF16 alone it is 0.84, 1.26, 1.29, 1.44 and 1.07, 1.37, 1.43, 1.49; with AVX2
+    in bf16 0.94, 1.29, 1.42, 1.50; in fp32 0.96, 1.09, 1.40, 1.48. That of a GPU is an estimate: products of so many
+    rows take longer than two more launches.
+    """
+    if not like.is_cpu:
+        return 512
+    has_tiles = like.dtype == torch.bfloat16 and library.unsupported_reason is None and plan.cpu_isa() == "amx_bf16"
+    return 64 if has_tiles else 16
 
 
 def _rows_of_streams(op: str, name: str, tensor: Any, S: int, width: int) -> Tensor:
