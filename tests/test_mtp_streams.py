@@ -171,6 +171,28 @@ def test_a_bad_stream_stays_in_its_stream(way: str) -> None:
     assert same_bits(good, bad)
 
 
+@pytest.mark.parametrize("max_tokens", [1, T])
+@pytest.mark.parametrize("way", ["one product"], indirect=True)
+def test_the_rows_of_embeds_are_written_once(max_tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, (hidden, ids, table) = make_layer(max_tokens=max_tokens), make_inputs()
+    fresh = make_layer()
+    fresh.load_state_dict(layer.state_dict())
+    embeds = lookup(table, ids)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert same_bits(compiled(hidden[:1], embeds=embeds[:1]), fresh(hidden[:1], embeds=embeds[:1]))
+    assert not layer._static_buffers  # a graph's tensors are its own
+    counts = []
+    arange = torch.arange
+    with torch.inference_mode():
+        layer(hidden[:1], embeds=embeds[:1])
+    for rows in (1, max_tokens, 1):
+        expected = fresh(hidden[:rows], embeds=embeds[:rows])
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "arange", lambda *size, **options: counts.append(size) or arange(*size, **options))
+            assert same_bits(layer(hidden[:rows], embeds=embeds[:rows]), expected)
+    assert not counts and not any(buffer.is_inference() for buffer in layer._static_buffers.values())
+
+
 FORMATS = ["fp8_tensor", "fp8_row", "fp8_block128", "fp8_block32", "int8_row", "mxfp8", "mxfp4", "nvfp4"]
 
 
@@ -213,9 +235,14 @@ def test_when_there_is_one_product(products: list, monkeypatch: pytest.MonkeyPat
     in_blocks = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16).quantize("fp8_block128")
     compressed = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H), dtype=torch.bfloat16).quantize("bf16_12bit")
     assert widths(in_blocks) == widths(compressed) == [2 * H]
-    biased = copy.deepcopy(dense)
-    biased.eh_proj.bias = torch.nn.Parameter(torch.ones(H).bfloat16(), requires_grad=False)
-    assert widths(biased) == [2 * H]
+    for layer in (dense, copy.deepcopy(dense).quantize("fp8_row")):
+        assert widths(layer) == [H, H]
+        biased = copy.deepcopy(layer)
+        biased.eh_proj.bias = torch.nn.Parameter(torch.ones(H).bfloat16(), requires_grad=False)
+        assert widths(biased) == [2 * H]
+    with monkeypatch.context() as patch:
+        patch.setattr(mtp_streams, "_least_rows_apart", lambda like: 5 * S)
+        assert widths(dense, 5) == [H, H] and widths(dense, 4) == [2 * H]
     monkeypatch.setenv("EAGLE_KERNELS_BATCH_INVARIANT", "1")
     plan.clear()
     try:
@@ -265,6 +292,16 @@ def test_an_out_over_the_weight_is_refused_with_two_products(format: str | None)
             layer(hidden, embeds=embeds, out=out)
         assert not memory.any()
         setattr(layer.eh_proj, name, tensor)
+
+
+@pytest.mark.parametrize("format", [None, "fp8_row"])
+def test_a_layer_without_its_weight_is_refused(format: str | None, way: str) -> None:
+    layer, (hidden, _, _) = make_layer(), make_inputs()
+    if format is not None:
+        layer.quantize(format)
+    layer.eh_proj.weight = None
+    with pytest.raises(TypeError, match=r"^norm_concat_linear: weight(\.codes)? is a NoneType, expected "):
+        layer(hidden, embeds=torch.randn(T, H).bfloat16())
 
 
 def test_two_dtypes_are_refused_with_codes_too() -> None:

@@ -228,10 +228,23 @@ class MTPStreamsProjection(MTPProjection):
     def _rows_of_embedding(self, index: Tensor | None, like: Tensor, count: int) -> Tensor:
         """The row of the embedding for each of the N*S rows r: r // S, or index[r // S]."""
         S = self.config.num_streams
-        rows = self._static("rows of the embedding", (count, S), like.new_empty(0, dtype=torch.int64))
         if index is None:
-            index = torch.arange(count, device=like.device)
+            return self._rows_in_order(like, count)
+        rows = self._static("rows of the embedding", (count, S), like.new_empty(0, dtype=torch.int64))
         return rows.copy_(index.unsqueeze(1)).view(-1)
+
+    def _rows_in_order(self, like: Tensor, count: int) -> Tensor:
+        """r // S of the rows r. With max_tokens they are written once: in every call they would be two more kernels."""
+        S, key = self.config.num_streams, ("rows in order", like.device)
+        if key in self._static_buffers:
+            return self._static_buffers[key][: count * S]
+        # What a compiled call or a capture of a CUDA graph makes is not there until it runs.
+        is_made = is_plain(like) and not (like.is_cuda and torch.cuda.is_current_stream_capturing())
+        if self.max_tokens is None or not is_made:
+            return torch.arange(count * S, device=like.device) // S
+        with torch.inference_mode(False):
+            self._static_buffers[key] = torch.arange(self.max_tokens * S, device=like.device) // S
+        return self._static_buffers[key][: count * S]
 
     def _rows_of_hidden(self, indices: Tensor | None, like: Tensor, count: int) -> Tensor | None:
         """The S rows of streams of each of `indices`; an index that is out of range stays out of range."""

@@ -347,15 +347,14 @@ def columns_of(weight: QuantizedWeight, begin: int, end: int) -> QuantizedWeight
     """A view of some columns, the reverse of `concat_columns`; None where they share scales with other columns."""
     if weight.format == COMPRESSED:
         return None
-    (block_rows, columns), scales = weight.block, weight.scales
-    block = (block_rows, end - begin)
+    columns, scales = weight.block[1], weight.scales
     if columns < weight.shape[1]:
         if begin % columns or end % columns:
             return None
-        scales, block = scales[:, begin // columns : end // columns], weight.block
+        scales = scales[:, begin // columns : end // columns]
     per_code = FORMATS[weight.format].columns_per_code
     codes = weight.codes[:, begin // per_code : end // per_code]
-    return QuantizedWeight.of_tensors(codes, scales, weight.global_scale, weight.format, block)
+    return QuantizedWeight.of_tensors(codes, scales, weight.global_scale, weight.format, weight.block)
 
 
 def log_dequantized(op: str, name: str, kind: str, dtype: torch.dtype, because: str) -> None:
