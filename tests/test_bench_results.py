@@ -215,6 +215,15 @@ def test_table_has_times_speedups_and_means() -> None:
     assert list(report.footer(RECORDS)) == ["geomean op: 4.00x eager (2.00 to 8.00, 2 rows)"]
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [(0.9, 1.1, "~2.00x"), (1.0, 1.1, "~2.00x"), (0.9, 1.0, "~2.00x"), (1.1, 1.2, "2.00x"), (0.8, 0.9, "2.00x")],
+)
+def test_a_speedup_whose_interval_holds_1_is_marked(low: float, high: float, text: str) -> None:
+    assert report._speedup_text({"speedup": 2.0, "speedup_low": low, "speedup_high": high}) == text
+    assert report._speedup_text({}) == "-"
+
+
 def test_wrong_row_has_no_times() -> None:
     (line,) = LAYOUT.lines([record("op", 2.0, status="wrong"), record("eager", 4.0)])
     assert "WRONG RESULT, no times: op error no number, bound 2.00e-03" in line

@@ -17,16 +17,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_kernels.bench import baselines, benchmark, cli, cli_types, info, measure, output, workloads
+from eagle_kernels.bench import baselines, benchmark, check, cli, cli_types, info, measure, output, workloads
 from eagle_kernels.bench.baselines import BASELINES, FOREIGN, QUANTIZED
 from eagle_kernels.bench.check import make_case
 from eagle_kernels.bench.cli import main
 from eagle_kernels.bench.ops import WORKLOADS, workload_of
+from eagle_kernels.bench.ops.draw import Expected
 from eagle_kernels.bench.runs import report, saved_run
 from eagle_kernels.bench.runs.saved_run import load
 
 import eagle_kernels as ek
 from accuracy import relative_rms
+from backends import CPU_ISAS, needs_compiled
 from eagle_kernels import environment, library, ops, plan
 from eagle_kernels.model_shapes import ContextCache, InputStage, ModelShape, model_shapes
 
@@ -151,6 +153,99 @@ def test_check_catches_a_nan(capsys: pytest.CaptureFixture, monkeypatch: pytest.
     monkeypatch.setattr(ek, "norm_concat", not_a_number(ek.norm_concat))
     assert main(["check", "--op", "norm_concat", "--backend", "reference", "--cases", "12"]) == 1
     assert "result differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("actual", "bound", "ratio"),
+    [
+        ([3.0, 4.5], 0.2, 0.5),
+        ([3.0, 4.5], 0.05, 2.0),
+        ([3.0, 4.0], 0.0, 0.0),
+        ([3.0, 4.5], 0.0, math.inf),
+        ([3.0, 4.5], None, math.inf),
+        ([3.0, 4.0], None, 0.0),
+        ([3.0, math.nan], 0.2, math.inf),
+        ([3.0, math.inf], 0.2, math.inf),
+        ([[3.0, 4.0]], 0.2, math.inf),
+    ],
+    ids=str,
+)
+def test_an_error_is_judged_by_its_bound(actual: list, bound: float | None, ratio: float) -> None:
+    """None: the bits have to be right."""
+    expected = Expected("result", torch.tensor([3.0, 4.0]), bound)
+    assert check._judge(expected, torch.tensor(actual)).ratio == pytest.approx(ratio)
+
+
+def test_every_output_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = ek.add_rms_norm
+
+    def with_another_sum(*arguments: object, **options: object) -> object:
+        normed, total = op(*arguments, **options)
+        return normed, total.add_(1)
+
+    monkeypatch.setattr(ek, "add_rms_norm", with_another_sum)
+    assert check._run_case("add_rms_norm", 0, 1).text == "sum differs"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "worst", "verdict"),
+    [
+        ([(0.0, 0.0, 0.0)] * 2, "bit for bit", "2 ok"),
+        ([(0.0, 0.0, 0.0), (1.0, 2e-3, 2e-3)], "2.00e-03 / 2.00e-03", "2 ok"),
+        ([(0.5, 1e-3, 2e-3), (1.2, 2.4e-3, 2e-3), (0.0, 0.0, 0.0)], "2.40e-03 / 2.00e-03", "1 of 3 FAIL"),
+        ([(0.5, 1e-3, 2e-3), (math.inf, math.inf, 0.0)], "inf / 0.00e+00", "1 of 2 FAIL"),
+    ],
+    ids=["exact", "at-the-bound", "above-it", "other-bits"],
+)
+def test_check_counts_what_is_above_its_bound(
+    outcomes: list[tuple], worst: str, verdict: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "_run_case", lambda op, seed, number: check.Outcome(*outcomes[number], "differs"))
+    path = check.Path("norm_concat", "reference", None)
+    assert check._check_path(path, 0, range(len(outcomes))) == verdict.endswith("ok")
+    line, *repro = capsys.readouterr().out.splitlines()
+    assert line.split("-", 1)[1].split() == [*worst.split(), *verdict.split()]
+    assert repro == [] or repro[-1].endswith(" --case 1")
+
+
+def paths_of_calls(monkeypatch: pytest.MonkeyPatch, broken: Callable[[str], bool] = lambda isa: False) -> list[tuple]:
+    """(backend, instruction set) of each call of add_rms_norm from here on, which raises where it is broken."""
+    op, calls = ek.add_rms_norm, []
+
+    def noted(*arguments: object, **options: object) -> object:
+        calls.append((plan.SETTINGS.backend, plan.cpu_isa() if plan.SETTINGS.backend == "cpu" else None))
+        if broken(calls[-1][1]):
+            raise RuntimeError("broken on purpose")
+        return op(*arguments, **options)
+
+    monkeypatch.setattr(ek, "add_rms_norm", noted)
+    return calls
+
+
+@needs_compiled
+def test_check_runs_each_instruction_set_or_the_one_asked_for(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = paths_of_calls(monkeypatch)
+    assert main(["check", "--op", "add_rms_norm", "--case", "7", "--cases", "3"]) == 0
+    assert calls == [*(("cpu", isa) for isa in CPU_ISAS), ("reference", None)]
+    assert "seed 0, 1 for each line" in capsys.readouterr().out
+    calls.clear()
+    assert main(["check", "--op", "add_rms_norm", "--backend", "cpu", "--isa", CPU_ISAS[-1]]) == 0
+    assert calls == [("cpu", CPU_ISAS[-1])] * 40
+    assert "40 for each line" in capsys.readouterr().out
+
+
+@needs_compiled
+def test_a_failure_on_one_instruction_set_is_repeatable(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though what runs after it is right."""
+    calls = paths_of_calls(monkeypatch, broken=lambda isa: isa == CPU_ISAS[0])
+    assert main(["check", "--op", "add_rms_norm", "--cases", "2", "--seed", "5"]) == 1
+    repro = re.search(r"repro: eagle-kernels (.*)", capsys.readouterr().out).group(1)
+    assert f"--backend cpu --isa {CPU_ISAS[0]} --seed 5 --case 0" in repro and calls[-1] == ("reference", None)
+    assert main(repro.split()) == 1
 
 
 def test_cases_are_repeatable() -> None:

@@ -1,16 +1,21 @@
 """When the cuda backend is chosen, and what is said where it is not."""
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import logging
+import types
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import eagle_kernels as ek
 from backends import environment_of
 from eagle_kernels import library, plan
+from eagle_kernels.ops import norm_concat_linear_quantized as quantized
+from eagle_kernels.ops.sources import Sources
 from eagle_kernels.tuned_configs import Gpu
 
 WHEEL = ("80", "89", "90a", "100a", "120", "90+ptx")
@@ -376,6 +381,169 @@ def test_codes_have_one_plan_for_all_T() -> None:
         assert planned_codes(1).reason.endswith("; EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
 
 
+def aligned(*shape: int, dtype: torch.dtype = torch.bfloat16, skip: int = 0) -> torch.Tensor:
+    """Zeros whose rows begin at multiples of 64 bytes, `skip` elements further on."""
+    buffer = torch.zeros(shape[0], shape[1] + 64, dtype=dtype)
+    return buffer[:, skip : shape[1] + skip]
+
+
+def sources_of(chunks: list[torch.Tensor], **options: object) -> Sources:
+    return Sources.of("norm_concat_linear", chunks, **{"norm": "chunk"} | options)
+
+
+def weight_of(format: str, skip: int = 0, scales_skip: int = 0) -> ek.QuantizedWeight:
+    weight = ek.quantize(torch.ones(96, 256), format)
+    codes, scales = aligned(*weight.codes.shape, dtype=torch.uint8, skip=skip).view(weight.codes.dtype), weight.scales
+    bytes_of_scales = aligned(scales.shape[0], scales[0].nbytes, dtype=torch.uint8, skip=scales_skip)
+    if scales.element_size() == 1:
+        scales = bytes_of_scales.view(scales.dtype)
+    return ek.QuantizedWeight.of_tensors(codes, scales, weight.global_scale, format, weight.block)
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "expected"),
+    [
+        ("fp8_row", {}, {"block_rows": 1, "block_columns": 256}),
+        ("int8_row", {}, {"block_rows": 1, "block_columns": 256, "has_int8": True}),
+        ("fp8_block128", {}, {"block_rows": 128, "block_columns": 128, "in_blocks": True, "scales_sums": True}),
+        ("mxfp8", {}, {"block_rows": 1, "block_columns": 32, "in_blocks": True, "has_e8m0": True}),
+        ("nvfp4", {}, {"block_rows": 1, "block_columns": 16, "in_blocks": True, "code_bits": 4}),
+        ("fp8_row", {"residuals": [None, aligned(3, 128)]}, {"has_residuals": True}),
+        ("fp8_row", {"chunks": [aligned(3, 128), aligned(3, 128, skip=8)]}, {}),
+        ("fp8_row", {"chunks": [aligned(3, 128), aligned(3, 128, skip=1)]}, {"bytes_aligned": False}),
+        (
+            "fp8_row",
+            {"chunks": [aligned(3, 128), torch.zeros(3, 136, dtype=torch.bfloat16)[:, :128]]},
+            {"elements_aligned": False},
+        ),
+        (
+            "fp8_row",
+            {"residuals": [None, aligned(3, 128, skip=1)]},
+            {"has_residuals": True, "bytes_aligned": False},
+        ),
+        ("fp8_row", {"norm_weight": [aligned(1, 128)[0], aligned(1, 128, skip=1)[0]]}, {"bytes_aligned": False}),
+        ("fp8_row", {"skip": 1}, {"bytes_aligned": False}),
+        ("mxfp8", {"scales_skip": 1}, {"in_blocks": True, "has_e8m0": True, "scales_aligned": False}),
+        ("fp8_row", {"has_post_norm": True}, {"has_post_norm": True}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value) or "plain",
+)
+def test_a_call_of_codes_is_planned_by_its_operands(
+    format: str, changes: dict, expected: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "choose", lambda *problem: plan.Problem(*problem))
+    weight = weight_of(format, changes.get("skip", 0), changes.get("scales_skip", 0))
+    options = {name: value for name, value in changes.items() if name in ("residuals", "norm_weight")}
+    sources = sources_of(changes.get("chunks", [aligned(3, 128), aligned(3, 128)]), **options)
+    problem = quantized.plan_of(sources, weight, 3, changes.get("has_post_norm", False))
+    sizes = {"num_chunks": 2, "rows": 3, "columns": 96, "widths": (128,), "dtype": torch.bfloat16}
+    flags = {name: False for name in ("has_residuals", "has_post_norm", "in_blocks", "scales_sums", "has_int8")}
+    flags |= {"has_e8m0": False, "bytes_aligned": True, "scales_aligned": True, "code_bits": 8} | sizes | expected
+    if expected.get("bytes_aligned", True):
+        flags |= {"elements_aligned": expected.get("elements_aligned", True)}
+    assert {name: getattr(problem, name) for name in flags} == flags
+
+
+OF_CODES = ek.quantize(torch.randn(96, 256), "fp8_row")
+
+
+def run_codes(chunks: list[torch.Tensor], **options: object) -> torch.Tensor:
+    projection = quantized.QuantizedProjection(OF_CODES, options.get("bias"), None, 1e-6)
+    return quantized.run(sources_of(chunks), projection, None)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "number"),
+    [
+        ("cpu", plan.Kernel.FUSED, 0),
+        ("cpu", plan.Kernel.DOTS, 1),
+        ("cuda", plan.Kernel.SPLIT, 0),
+        ("cuda", plan.Kernel.FUSED, 1),
+        ("cuda", plan.Kernel.WGMMA, 2),
+    ],
+)
+@pytest.mark.parametrize("early", [True, False])
+def test_the_primitive_of_codes_is_told_the_plans_kernel(
+    backend: str, kernel: plan.Kernel, number: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """csrc/norm_concat_linear.h, ProductKernel. With another one the results are as right, and slower."""
+    calls: list[tuple] = []
+    stand_in = types.SimpleNamespace(norm_concat_linear_quantized_out=lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(library, "primitives", stand_in)
+    monkeypatch.setattr(quantized, "choose", lambda op, *_: plan.Plan(op, backend, kernel, ""))
+    with environment_of(EAGLE_KERNELS_EARLY_WEIGHT=str(int(early))):
+        run_codes([aligned(3, 256)])
+    ((*_, told, told_early, _),) = calls
+    assert (told, told_early) == (number, early)
+
+
+def test_codes_are_planned_anew_where_cuda_would_take_what_explain_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last chunk of another width; one row where one plan serves all T."""
+    problems: list[tuple] = []
+
+    def choose(op: str, *problem: object) -> plan.Plan:
+        problems.append(plan.Problem(op, *problem))
+        return plan.Plan(op, "cuda", plan.Kernel.SPLIT, str(len(problems)))
+
+    monkeypatch.setattr(quantized, "choose", choose)
+    monkeypatch.setattr(quantized, "_run_plan", lambda plan, *_: True)
+    for chunks, invariant, count in (
+        ([aligned(3, 128), aligned(3, 128)], "1", 1),
+        ([aligned(1, 128), aligned(1, 128)], "0", 1),
+        ([aligned(1, 128), aligned(1, 128)], "1", 2),
+        ([aligned(3, 64), aligned(3, 192)], "0", 2),
+    ):
+        problems.clear()
+        with environment_of(EAGLE_KERNELS_BATCH_INVARIANT=invariant):
+            run_codes(chunks)
+            assert len(problems) == count
+            if count == 2:
+                assert set(problems[1].widths) == {chunk.shape[1] for chunk in chunks}
+                with pytest.raises(ValueError, match="bias has shape"):
+                    run_codes(chunks, bias=torch.zeros(7))
+
+
+def test_operands_that_no_kernel_of_codes_takes_are_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, kernels = [torch.randn(3, 256).bfloat16()], []
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        expected = run_codes(chunks)
+    monkeypatch.setattr(quantized, "_run_plan", lambda plan, *_: bool(kernels.append(plan)))
+    assert torch.equal(run_codes(chunks), expected) and len(kernels) == 2
+
+
+def test_a_refusal_by_the_planned_kernel_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the exact plan names another kernel, that one runs; else the device's own error comes out."""
+
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(library, "primitives", types.SimpleNamespace(norm_concat_linear_quantized_out=failing))
+    record = (sources_of([aligned(3, 256)]), quantized.QuantizedProjection(OF_CODES, None, None, 1e-6))
+    planned = plan.Plan(quantized.PRIMITIVE, "cuda", plan.Kernel.SPLIT, "")
+    out = torch.empty(3, 96, dtype=torch.bfloat16)
+    for change in ({"kernel": plan.Kernel.FUSED}, {"backend": "cpu"}):
+        monkeypatch.setattr(quantized, "plan_of", lambda *_, change=change: dataclasses.replace(planned, **change))
+        assert not quantized._run_plan(planned, *record, out)
+    monkeypatch.setattr(quantized, "plan_of", lambda *_: planned)
+    with pytest.raises(RuntimeError, match=r"^device lost$"):
+        quantized._run_plan(planned, *record, out)
+    with pytest.raises(ValueError, match="out has shape"):
+        quantized._run_plan(planned, *record, out[:2])
+
+
+@needs_triton
+def test_a_layer_keeps_codes_that_a_kernel_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, bits = torch.device("cpu"), (4, 8, 12)
+    with environment_of():
+        assert [quantized.can_read_codes(CUDA, each) for each in bits] == [True, True, False]
+        assert [quantized.can_read_codes(cpu, each) for each in bits] == [True] * 3
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        plan.clear()
+        assert [quantized.can_read_codes(CUDA, each) for each in bits] == [False, True, False]
+    with environment_of(EAGLE_KERNELS_BACKEND="reference"):
+        assert not any(quantized.can_read_codes(device, 8) for device in (CUDA, cpu))
+
+
 def test_without_triton_the_rest_is_norm_concat_and_a_library_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with environment_of():
@@ -387,6 +555,10 @@ def test_more_chunks_than_a_kernel_holds_go_to_the_next_backend() -> None:
         backend, reason = plan.choose_backend("norm_concat", CUDA, 9)
         assert backend != "cuda" and reason.startswith("cuda: K=9 > 8 chunks")
         assert plan.choose_backend("norm_concat", CUDA, 8)[0] == "cuda"
+        with FakeTensorMode():  # a call is planned by its own device and K
+            chunks = [torch.empty(2, 64, device=CUDA, dtype=torch.bfloat16) for _ in range(9)]
+            assert ek.explain("norm_concat", chunks[:8]).backend == "cuda"
+            assert ek.explain("norm_concat", chunks).reason.startswith("cuda: K=9 > 8 chunks")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,15 @@ def test_a_gains_nan_of_any_payload_stays_one(dtype: torch.dtype, bits: int, cpu
     assert ek.norm_concat([torch.randn(3, 101).to(dtype)], norm_weight=gain).isnan().all()
 
 
+def test_the_defaults_are_the_documented_ones() -> None:
+    """Rows so small that eps decides."""
+    chunks, _, gain = make_call(3, torch.float32)
+    chunks, weight = [chunk * 1e-3 for chunk in chunks], torch.randn(7, 303)
+    given = {"norm": "chunk", "eps": 1e-6, "norm_offset": 0.0}
+    for call in (ek.norm_concat, lambda *args, **options: ek.norm_concat_linear(*args, weight, **options)):
+        assert same_bits(call(chunks, norm_weight=gain), call(chunks, norm_weight=gain, **given))
+
+
 def test_without_norm_it_is_the_engines_cat_bit_for_bit(cpu_isa: str) -> None:
     chunks, residuals, _ = make_call(40, torch.bfloat16)
     out = ek.norm_concat(chunks, norm="none", residuals=[residuals[0], None, residuals[2]])

@@ -398,6 +398,9 @@ GRAD_CALLS = {
     "norm_concat_linear": lambda x: ek.norm_concat_linear([x], rows(D, H)),
     "norm_concat_linear-weight": lambda x: ek.norm_concat_linear([rows(T, H)], x),
     "norm_concat_linear-bias": lambda x: ek.norm_concat_linear([rows(T, H)], rows(T, H), bias=x[:, 0].contiguous()),
+    "norm_concat_linear-post_norm_weight": lambda x: ek.norm_concat_linear(
+        [rows(T, H)], rows(H, H), post_norm_weight=x[0]
+    ),
     "norm_concat": lambda x: ek.norm_concat([rows(T, H)], residuals=[x]),
     "norm_concat-sum_squares": lambda x: ek.norm_concat([rows(T, H)], sum_squares=x.float()[:, :1]),
     "norm_concat-out": lambda x: ek.norm_concat([rows(T, H)], out=x),

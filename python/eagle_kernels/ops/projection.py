@@ -64,7 +64,7 @@ def project_formula(normed: Tensor, projection: Projection, norm_offset: float) 
     weight, bias, post_norm_weight, eps = projection
     # Under torch.set_float32_matmul_precision("medium") oneDNN rounds fp32 operands to bf16, 3 bits less than fp16 has.
     precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # set when it is imported
-    if normed.is_cpu and normed.dtype == torch.float32 and precision == "bf16":
+    if normed.is_cpu and precision == "bf16":
         normed = normed.double()
     projected = normed @ weight.to(normed.dtype).t()
     if bias is not None:
