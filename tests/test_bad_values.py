@@ -65,6 +65,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "norm_concat: chunks is missing, expected chunks, because the plan depends on it",
     ),
     (
+        lambda: ek.explain("norm_concat", [rows()], norm="none", eps=-1.0),
+        ValueError,
+        "norm_concat: eps is -1.0, expected a finite fp32 number of at least 0",
+    ),
+    (
         lambda: ek.explain("norm_concat_linear", [rows()], norm="none"),
         TypeError,
         "norm_concat_linear: weight is missing, expected chunks and weight, because the plan depends on it",
