@@ -98,6 +98,11 @@ ERRORS: list[tuple[Callable[[], object], type[Exception], str]] = [
         ValueError,
         "norm_concat_linear: weight is fp8_row of shape (8, 32), expected (D, K*H) = (*, 16) for K=1 chunks of H=16",
     ),
+    (
+        lambda: ek.norm_concat_linear([rows()], ek.quantize(rows(8, H), "fp8_row").to("meta")),
+        ValueError,
+        "norm_concat_linear: weight.codes is on meta, expected cpu, because chunks[0] is there",
+    ),
     # warmup
     (lambda: ek.warmup(5), ValueError, f"warmup: op is 5, expected a module or one of {OPS}"),
     (

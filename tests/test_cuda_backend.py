@@ -391,10 +391,13 @@ def sources_of(chunks: list[torch.Tensor], **options: object) -> Sources:
     return Sources.of("norm_concat_linear", chunks, **{"norm": "chunk"} | options)
 
 
-def weight_of(format: str, skip: int = 0, scales_skip: int = 0) -> ek.QuantizedWeight:
+def weight_of(format: str, skip: int = 0, scales_skip: int = 0, scales_apart: int = 0) -> ek.QuantizedWeight:
+    """scales_apart: bytes between the rows of scales, beside what `aligned` leaves."""
     weight = ek.quantize(torch.ones(96, 256), format)
     codes, scales = aligned(*weight.codes.shape, dtype=torch.uint8, skip=skip).view(weight.codes.dtype), weight.scales
-    bytes_of_scales = aligned(scales.shape[0], scales[0].nbytes, dtype=torch.uint8, skip=scales_skip)
+    row_bytes = scales[0].nbytes
+    bytes_of_scales = aligned(scales.shape[0], row_bytes + scales_apart, dtype=torch.uint8, skip=scales_skip)
+    bytes_of_scales = bytes_of_scales[:, :row_bytes]
     if scales.element_size() == 1:
         scales = bytes_of_scales.view(scales.dtype)
     return ek.QuantizedWeight.of_tensors(codes, scales, weight.global_scale, format, weight.block)
@@ -424,6 +427,7 @@ def weight_of(format: str, skip: int = 0, scales_skip: int = 0) -> ek.QuantizedW
         ("fp8_row", {"norm_weight": [aligned(1, 128)[0], aligned(1, 128, skip=1)[0]]}, {"bytes_aligned": False}),
         ("fp8_row", {"skip": 1}, {"bytes_aligned": False}),
         ("mxfp8", {"scales_skip": 1}, {"in_blocks": True, "has_e8m0": True, "scales_aligned": False}),
+        ("mxfp8", {"scales_apart": 1}, {"in_blocks": True, "has_e8m0": True, "scales_aligned": False}),
         ("fp8_row", {"has_post_norm": True}, {"has_post_norm": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value) or "plain",
@@ -432,7 +436,8 @@ def test_a_call_of_codes_is_planned_by_its_operands(
     format: str, changes: dict, expected: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantized, "choose", lambda *problem: plan.Problem(*problem))
-    weight = weight_of(format, changes.get("skip", 0), changes.get("scales_skip", 0))
+    of_weight = ("skip", "scales_skip", "scales_apart")
+    weight = weight_of(format, **{name: value for name, value in changes.items() if name in of_weight})
     options = {name: value for name, value in changes.items() if name in ("residuals", "norm_weight")}
     sources = sources_of(changes.get("chunks", [aligned(3, 128), aligned(3, 128)]), **options)
     problem = quantized.plan_of(sources, weight, 3, changes.get("has_post_norm", False))
@@ -442,6 +447,14 @@ def test_a_call_of_codes_is_planned_by_its_operands(
     if expected.get("bytes_aligned", True):
         flags |= {"elements_aligned": expected.get("elements_aligned", True)}
     assert {name: getattr(problem, name) for name in flags} == flags
+
+
+def test_the_stride_of_a_single_row_counts_where_one_plan_serves_all_T(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantized, "choose", lambda *problem: plan.Problem(*problem))
+    chunk = torch.zeros(1, 257, dtype=torch.bfloat16)[:, :256]
+    for invariant in (False, True):
+        with environment_of(EAGLE_KERNELS_BATCH_INVARIANT=str(int(invariant))):
+            assert quantized.plan_of(sources_of([chunk]), weight_of("fp8_row"), 1, False).bytes_aligned != invariant
 
 
 OF_CODES = ek.quantize(torch.randn(96, 256), "fp8_row")
