@@ -240,6 +240,10 @@ def test_when_there_is_one_product(products: list, monkeypatch: pytest.MonkeyPat
         biased = copy.deepcopy(layer)
         biased.eh_proj.bias = torch.nn.Parameter(torch.ones(H).bfloat16(), requires_grad=False)
         assert widths(biased) == [2 * H]
+    single = ek.MTPStreamsProjection(ek.MTPStreamsConfig(H, num_streams=1), dtype=torch.bfloat16)
+    products.clear()
+    single(hidden[:, 0].contiguous(), embeds=embeds)  # no embedding would be multiplied less often
+    assert products == [(T, 2 * H)]
     with monkeypatch.context() as patch:
         patch.setattr(mtp_streams, "_least_rows_apart", lambda like: 5 * S)
         assert widths(dense, 5) == [H, H] and widths(dense, 4) == [2 * H]

@@ -211,10 +211,10 @@ class MTPStreamsProjection(MTPProjection):
         self, projection: Any, chunk: Tensor, streams: Tensor, count: int
     ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
         """The products with e_proj and with h_proj, where both take less time than the one with eh_proj."""
-        H, rows = self.config.hidden_size, count * self.config.num_streams
+        H, S = self.config.hidden_size, self.config.num_streams
         # A compiled call has one graph for all T. Dtypes that differ are left to the op, which refuses them.
         is_one = not is_plain(chunk, streams) or chunk.dtype != streams.dtype or plan.SETTINGS.batch_invariant
-        if is_one or rows < _least_rows_apart(chunk):
+        if is_one or S == 1 or count * S < _least_rows_apart(chunk):
             return None
         by_e_proj, by_h_proj = (product_with_columns(projection, begin, begin + H) for begin in (0, H))
         return None if by_e_proj is None or by_h_proj is None else (by_e_proj, by_h_proj)
@@ -243,8 +243,11 @@ class MTPStreamsProjection(MTPProjection):
         if self.max_tokens is None or not is_made:
             return torch.arange(count * S, device=like.device) // S
         with torch.inference_mode(False):
-            self._static_buffers[key] = torch.arange(self.max_tokens * S, device=like.device) // S
-        return self._static_buffers[key][: count * S]
+            rows = torch.arange(self.max_tokens * S, device=like.device) // S
+        if like.is_cuda:  # the next call may be on another stream
+            torch.cuda.current_stream(like.device).synchronize()
+        self._static_buffers[key] = rows
+        return rows[: count * S]
 
     def _rows_of_hidden(self, indices: Tensor | None, like: Tensor, count: int) -> Tensor | None:
         """The S rows of streams of each of `indices`; an index that is out of range stays out of range."""
