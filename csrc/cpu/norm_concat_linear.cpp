@@ -4,18 +4,20 @@
 // path does at half of the memory's speed. Here the weight streams row-major, as in the checkpoint, and is never
 // copied; the rows are normed and rounded once into a packed operand that stays in the cache.
 //
-// Six projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
-// for bf16 on the tile unit, project_strips.h for other codes with AVX-512 and many rows of bf16 where the processor
-// multiplies it, project_floats.h for codes and many rows of bf16 without AVX-512, project_dot.h for everything else.
-// Each sums a column of the output in an order that depends only on K*H and the weight's scales (on the tile unit, with
-// e8m0 scales of 32 or 64 columns, also on which numbers are zero), so the bits of a row do not depend on N, on the
-// other rows or on the split over threads.
+// Seven projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
+// for bf16 on the tile unit, project_strips.h for few rows by other codes with AVX-512, project_lanes.h for more rows
+// by them and for many rows of bf16 where the processor multiplies it, project_floats.h for codes and many rows of bf16
+// without AVX-512, project_dot.h for everything else. Each sums a column of the output in an order that depends only on
+// K*H and the weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are zero);
+// project_strips.h and project_lanes.h have the same one. So the bits of a row do not depend on N, on the other rows or
+// on the split over threads.
 #include "../norm_concat_linear.h"
 
 #include "norm_row.h"
 #include "project_codes.h"
 #include "project_dot.h"
 #include "project_floats.h"
+#include "project_lanes.h"
 #include "project_strips.h"
 #if defined(__AMX_BF16__)
 #include "project_amx_codes.h"
@@ -63,25 +65,41 @@ constexpr bool kIsMultiplied = false;
 #endif
 
 #if defined(__AVX512F__)
-// A weight of codes, or many rows by one in bf16 or in 12 bits.
+// Few rows by a weight of codes.
 template <class T>
 struct Strips {
   static bool takes(const NormConcatLinear& op) {
-    return has_scales(op.weight_type) || (kIsMultiplied<T> && op.kernel != ProductKernel::kFewRows);
+    return has_scales(op.weight_type) && op.num_rows <= kStripRows;
   }
   static int64_t workspace(const NormConcatLinear& op) { return strips_workspace<T>(op) + totals_workspace(op); }
-  static int64_t pack_units(const NormConcatLinear& op) { return strips_groups(op); }
+  static int64_t pack_units(const NormConcatLinear& op) { return op.source.num_chunks; }
   static void pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
     strips_pack<T>(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+    with_code(op.weight_type, [&](auto code) { strips_project<T, decltype(code)>(op, panel_begin, panel_end); });
+  }
+};
+
+// More rows by a weight of codes, or any number by one in bf16 or in 12 bits.
+template <class T>
+struct Lanes {
+  static bool takes(const NormConcatLinear& op) {
+    return has_scales(op.weight_type) || (kIsMultiplied<T> && op.kernel != ProductKernel::kFewRows);
+  }
+  static int64_t workspace(const NormConcatLinear& op) { return lanes_workspace<T>(op); }
+  static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
+  static void pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
+    pack_groups<T, LanePacker<T>>(op, unit_begin, unit_end);
+  }
+  static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
     if constexpr (kIsMultiplied<T>) {
-      if (op.weight_type == WeightType::kChunks) return strips_project<T, T>(op, panel_begin, panel_end);
+      if (op.weight_type == WeightType::kChunks) return lanes_project<T, T>(op, panel_begin, panel_end);
       if (op.weight_type == WeightType::kBFloat16In12) {
-        return strips_project<T, BFloat16In12>(op, panel_begin, panel_end);
+        return lanes_project<T, BFloat16In12>(op, panel_begin, panel_end);
       }
     }
-    with_code(op.weight_type, [&](auto code) { strips_project<T, decltype(code)>(op, panel_begin, panel_end); });
+    with_code(op.weight_type, [&](auto code) { lanes_project<T, decltype(code)>(op, panel_begin, panel_end); });
   }
 };
 #endif
@@ -114,7 +132,7 @@ struct Tiles {
   static int64_t workspace(const NormConcatLinear& op) { return amx_workspace(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
   static void pack(const NormConcatLinear& op, int64_t unit_begin, int64_t unit_end) {
-    amx_pack(op, unit_begin, unit_end);
+    pack_groups<BFloat16, TilePacker>(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
     if (op.weight_type == WeightType::kChunks) return amx_project(op, panel_begin, panel_end);
@@ -137,6 +155,7 @@ void with_projection(const NormConcatLinear& op, F f) {
     using T = decltype(type);
 #if defined(__AVX512F__)
     if (Strips<T>::takes(op)) return f(Strips<T>{});
+    if (Lanes<T>::takes(op)) return f(Lanes<T>{});
 #endif
     f(Dots<T>{});
   });

@@ -6,8 +6,8 @@
 // stretches along K (in_half_pages). Rows beyond N and columns beyond K*H are zero there.
 #pragma once
 
+#include "pack_groups.h"
 #include "project_codes.h"
-#include "project_dot.h"
 
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
@@ -17,7 +17,7 @@ constexpr int64_t kTileK = 32;   // bf16 columns of a tile
 constexpr int64_t kTileSize = kTile * kTileK;
 constexpr int64_t kSumSize = kTile * kTile;
 constexpr int kTileBytes = kTileK * sizeof(BFloat16), kSumBytes = kTile * sizeof(float);  // of a tile's row
-static_assert(kPanelColumns == 2 * kTile);
+static_assert(kPanelColumns == 2 * kTile && kGroupRows == kTile);
 
 // One multiplication is 16 output columns by up to 64 rows: a loaded tile of the weight serves four sums. 16 columns
 // are 16 streams of memory, which read 100 MB in 3.0 ms; 32 take 3.25 (Xeon with AMX, 2 cores).
@@ -46,7 +46,6 @@ inline int64_t tile_rows(const NormConcatLinear& op) {
 }
 inline int64_t packed_tile_size(const NormConcatLinear& op) { return tile_rows(op) * kTileK; }
 
-inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kTile - 1) / kTile; }
 
 // Scales that multiply numbers before they are summed: e4m3 scales for 16 columns of e2m1, and ratios of e8m0 scales
 // for 32 or 64 columns (project_amx_codes.h).
@@ -152,28 +151,23 @@ inline int64_t group_sums(const NormConcatLinear& op, int64_t group) {
   return in_half_pages((pair + 1) % 2, (pair / 2 * 2 + group % 2) * kBytes) / static_cast<int64_t>(sizeof(float));
 }
 
-// Collects the normed columns of 16 rows, whatever the widths of the chunks, and lays every full tile out.
 struct TilePacker {
-  static constexpr int64_t kColumns = 16 * kTileK;
-
+  using Packed = BFloat16;
   const NormConcatLinear& op;
   int64_t group, step;
-  int64_t filled = 0;
-  alignas(kCacheLine) BFloat16 rows[kTile][kColumns];
 
   TilePacker(const NormConcatLinear& op, int64_t group, int64_t column) : op(op), group(group), step(column / kTileK) {}
 
-  void flush() {
-    const int64_t ordered = order_columns(op), end = round_up(filled, ordered > kTileK ? ordered : kTileK);
-    for (int64_t row = 0; row < kTile; ++row) {
-      __builtin_memset(&rows[row][filled], 0, (end - filled) * sizeof(BFloat16));
-      if (ordered == kLineColumns<Float4E2M1>) order_row<Float4E2M1, 1>(rows[row], filled);
-      if (ordered == kLineColumns<Int8>) order_row<Int8, 1>(rows[row], filled);
+  void lay_out(GroupColumns<BFloat16>& columns) {
+    const int64_t filled = columns.filled, ordered = order_columns(op);
+    columns.fill_up(round_up(filled, ordered > kTileK ? ordered : kTileK));
+    for (auto& row : columns.rows) {
+      if (ordered == kLineColumns<Float4E2M1>) order_row<Float4E2M1, 1>(row, filled);
+      if (ordered == kLineColumns<Int8>) order_row<Int8, 1>(row, filled);
     }
-    filled = end;
-    for (int64_t column = 0; column < filled; column += kTileK) {
+    for (int64_t column = 0; column < columns.filled; column += kTileK) {
       __m512i lines[kTile];
-      for (int row = 0; row < kTile; ++row) lines[row] = _mm512_load_si512(&rows[row][column]);
+      for (int row = 0; row < kTile; ++row) lines[row] = _mm512_load_si512(&columns.rows[row][column]);
       transpose(lines);
       BFloat16* tile = packed_tile(op, group, step++);
       const int64_t pair_size = 2 * tile_rows(op);
@@ -182,62 +176,8 @@ struct TilePacker {
         _mm512_mask_storeu_epi32(tile + pair * pair_size, there, lines[pair]);
       }
     }
-    filled = 0;
   }
 };
-
-// The unit of packing is a part of the columns of a group: up to 16 rows are one group, and one thread would pack them
-// (two threads, D = 64, T = 4, 8 and 16, bf16 in us: 115, 125 and 146; one thread 137, 154 and 184).
-constexpr int64_t kPartColumns = TilePacker::kColumns;
-inline int64_t pack_parts(const NormConcatLinear& op) { return (op.source.width - 1) / kPartColumns + 1; }
-
-// Columns [begin, end) of a group. Both are multiples of TilePacker::kColumns, but that `end` may be past the width.
-inline void amx_pack_columns(const NormConcatLinear& op, int64_t group, int64_t begin, int64_t end) {
-  const Concat& source = op.source;
-  const int64_t first = group * kTile;
-  const int64_t count = op.num_rows - first < kTile ? op.num_rows - first : kTile;
-
-  TilePacker packer(op, group, begin);
-  __builtin_memset(packer.rows[count], 0, (kTile - count) * sizeof packer.rows[0]);
-
-  float of_concat[kTile] = {};
-  for (int64_t i = 0; i < count; ++i) of_concat[i] = concat_rstd<BFloat16>(source, first + i);
-  for (int64_t k = 0; k < source.num_chunks; ++k) {
-    const Chunk& chunk = source.chunks[k];
-    const int64_t chunk_end = chunk.column + chunk.width;
-    if (chunk_end <= begin || chunk.column >= end) continue;
-    int64_t row[kTile];
-    float rstd[kTile];
-    for (int64_t i = 0; i < count; ++i) {
-      row[i] = source_row(chunk, first + i);
-      rstd[i] = chunk_rstd<BFloat16>(source, chunk, row[i], of_concat[i]);
-    }
-    const int64_t last = (chunk_end < end ? chunk_end : end) - chunk.column;
-    for (int64_t from = begin > chunk.column ? begin - chunk.column : 0; from < last;) {
-      const int64_t room = TilePacker::kColumns - packer.filled;
-      const int64_t to = last - from < room ? last : from + room;
-      for (int64_t i = 0; i < count; ++i) {
-        BFloat16* columns = packer.rows[i] + packer.filled;
-        norm_columns<BFloat16>(chunk, row[i], rstd[i], source.norm_offset, from, to,
-                               [columns](int64_t h, Float value, auto span) { store(columns + h, value, span); });
-      }
-      packer.filled += to - from;
-      from = to;
-      if (packer.filled == TilePacker::kColumns) packer.flush();
-    }
-  }
-  packer.flush();
-}
-
-// Units [begin, end): those of one group that follow one another are packed together, with one statistic of a chunk.
-inline void amx_pack(const NormConcatLinear& op, int64_t begin, int64_t end) {
-  const int64_t parts = pack_parts(op);
-  while (begin < end) {
-    const int64_t group = begin / parts, next = (group + 1) * parts < end ? (group + 1) * parts : end;
-    amx_pack_columns(op, group, (begin - group * parts) * kPartColumns, (next - group * parts) * kPartColumns);
-    begin = next;
-  }
-}
 
 // Configures the eight tiles: rows of 64 bytes, or of 4 * rows bytes in sums and packed rows. Released at the end: a
 // thread that leaves tiles configured makes the kernel save 8 KB at each context switch, and oneDNN configures its own.

@@ -1,15 +1,13 @@
-// The projection with AVX-512 of a weight of codes, for every element type, and of a weight in bf16, or in bf16 in 12
-// bits, where the processor multiplies bf16: out^T = weight . rows^T.
+// The projection with AVX-512 of a weight of codes by few rows, for every element type: out^T = weight . rows^T.
+// project_lanes.h takes more rows.
 //
 // The lanes of a sum are columns of the output. A panel of the weight is transposed 128 columns at a time, a strip, and
-// codes are widened to bf16 in L1 or in registers: [pair of columns][kPanelColumns] words, the even column in the low
-// half. What is called codes below is bf16 where the weight is. All rows of a pass multiply it. Each strip and each
-// block of scales begins a new sum, unless sums go on (StripSums). A sum times its scale is added to the fp32 total: so
-// the range and the NaN of a scale are those of fp32, and one multiplication serves all columns of its block.
+// its codes are widened to bf16 in registers: [pair of columns][kPanelColumns] words, the even column in the low half.
+// Each strip and each block of scales begins a new sum, unless sums go on (StripSums). A sum times its scale is added
+// to the fp32 total: so the range and the NaN of a scale are those of fp32, and one multiplication serves all columns
+// of its block.
 //
-// Packed rows: [strip][tile of rows][pair of columns][row of the tile] pairs, in the type they are multiplied in, zero
-// past the width. A tile reads them from one end to the other; with row-major rows it would need 12 lines for every
-// 16 pairs (fp8_row, two cores, an AMD EPYC, T = 32 and 64: 5.7 and 8.1 ms; row-major 7.0 and 9.4).
+// Packed rows: [pair of columns][row] pairs, in the type they are multiplied in, zero past the width.
 #pragma once
 
 #include "strips.h"
@@ -34,7 +32,7 @@ inline Float multiply_add_pair(Float sum, UInt words, const BFloat16* x) {
 }
 #endif
 
-// A tile of rows by a strip; `packed` has the tile's pairs in that strip.
+// kRows rows by a strip; `packed` has their pairs in that strip.
 template <int kRows, class Strip, class Packed, class Next>
 void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed, Float* totals, Next& next) {
   const bool go_on = kMayGoOn<Packed> && sums.go_on;
@@ -81,58 +79,26 @@ void strip_tile(const Strip& strip, const StripSums& sums, const Packed* packed,
   if constexpr (kByStrip) unrolled<kRows * kStripVectors>([&](auto i) { totals[i] += of_strip[i]; });
 }
 
-// The tiles of rows, as nearly equal as they can be.
-struct RowTiles {
-  int64_t num_rows, count, rows;  // of a tile; the last one may have fewer
-
-  explicit RowTiles(int64_t num_rows)
-      : num_rows(num_rows),
-        count((num_rows + kStripRows - 1) / kStripRows),
-        rows((num_rows + count - 1) / count) {}
-  int64_t rows_from(int64_t first) const { return num_rows - first < rows ? num_rows - first : rows; }
-};
-
-// The tiles of one pass over the weight. Packed rows of more than kPassBytes would come from memory for each panel
-// (K=6, H=D=5376, T = 512, in bf16: 510 ms in one pass, 480 in passes of 8 MB and 550 of 2 MB).
-struct Pass {
-  int64_t tiles;
-  RowRange rows;
-};
-constexpr int64_t kPassBytes = 8 << 20;
-
-// Calls f(pass) for each of them, as nearly equal as they can be. Each has two tiles, if there are two:
-// project_from_words needs them.
-template <class F>
-void for_each_pass(const RowTiles& tiles, int64_t row_bytes, F f) {
-  const int64_t needed = tiles.num_rows * row_bytes / kPassBytes + 1, most = tiles.count < 4 ? 1 : tiles.count / 2;
-  const int64_t passes = needed < most ? needed : most;
-  for (int64_t pass = 0; pass < passes; ++pass) {
-    const int64_t begin = tiles.count * pass / passes, end = tiles.count * (pass + 1) / passes;
-    const int64_t row = begin * tiles.rows, rows = (end - begin) * tiles.rows, left = tiles.num_rows - row;
-    f(Pass{end - begin, {row, rows < left ? rows : left}});
-  }
-}
-
 template <class T>
 int64_t strips_workspace(const NormConcatLinear& op) {
   using Packed = typename DotStep<T>::Packed;
   return fp32_rows_bytes(op) + op.num_rows * round_up(op.source.width, kStripWidth) * sizeof(Packed);
 }
 
-// Pairs of the tile that begins with row `first`, of the strip from column k on.
+// The pairs of the strip from column k on.
 template <class T>
-typename DotStep<T>::Packed* packed_strip(const NormConcatLinear& op, int64_t k, int64_t first) {
-  return packed_rows<T>(op) + k * op.num_rows + first * kStripWidth;
+typename DotStep<T>::Packed* packed_strip(const NormConcatLinear& op, int64_t k) {
+  return packed_rows<T>(op) + k * op.num_rows;
 }
 
-// A tile of rows by the strip from column k on.
+// All rows by the strip from column k on.
 template <class T, int kRows = kStripRows, class Strip, class Next>
-void strip_rows(const NormConcatLinear& op, int64_t k, int64_t first, int64_t rows, const Strip& strip,
-                const StripSums& sums, Float* totals, Next& next) {
+void strip_rows(const NormConcatLinear& op, int64_t k, const Strip& strip, const StripSums& sums, Float* totals,
+                Next& next) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return strip_rows<T, kRows - 1>(op, k, first, rows, strip, sums, totals, next);
+    if (op.num_rows < kRows) return strip_rows<T, kRows - 1>(op, k, strip, sums, totals, next);
   }
-  strip_tile<kRows>(strip, sums, packed_strip<T>(op, k, first), totals + first * kStripVectors, next);
+  strip_tile<kRows>(strip, sums, packed_strip<T>(op, k), totals, next);
 }
 
 // A row's place in the packed strips.
@@ -140,18 +106,15 @@ template <class T>
 struct PackedRow {
   using Packed = typename DotStep<T>::Packed;
   const NormConcatLinear& op;
-  int64_t first, rows, row;  // of the tile
+  int64_t row;
 
-  Packed* pair(int64_t column) const {
-    const int64_t in_strip = column % kStripWidth;
-    return packed_strip<T>(op, column - in_strip, first) + (in_strip / 2 * rows + row) * 2;
-  }
+  Packed* pair(int64_t column) const { return packed_rows<T>(op) + (column / 2 * op.num_rows + row) * 2; }
   void store(int64_t column, Float value, Whole) const {
-    if (column % 2 != 0 || column % kStripWidth + kLanes > kStripWidth) return store(column, value, Part{kLanes});
+    if (column % 2 != 0) return store(column, value, Part{kLanes});
     Packed values[kLanes];
     EAGLE_KERNELS_ISA::store(values, value, Whole{});
     Packed* place = pair(column);
-    for (int64_t i = 0; i < kLanes; i += 2) __builtin_memcpy(place + i * rows, values + i, 2 * sizeof(Packed));
+    for (int64_t i = 0; i < kLanes; i += 2) __builtin_memcpy(place + i * op.num_rows, values + i, 2 * sizeof(Packed));
   }
   void store(int64_t column, Float value, Part part) const {
     Packed values[kLanes];
@@ -160,164 +123,50 @@ struct PackedRow {
   }
 };
 
-// The unit of packing is a chunk of the rows of a tile. The rows of a tile share cache lines, which two threads would
-// take from one another at every store (12 rows of 3 x 4096: 0.37 ms instead of 0.06).
-inline int64_t strips_groups(const NormConcatLinear& op) {
-  return RowTiles(op.num_rows).count * op.source.num_chunks;
-}
-
+// The unit of packing is a chunk of all rows, which share cache lines: two threads would take them from one another at
+// every store (12 rows of 3 x 4096: 0.37 ms instead of 0.06).
 template <class T>
-void strips_pack(const NormConcatLinear& op, int64_t group_begin, int64_t group_end) {
-  const RowTiles tiles(op.num_rows);
-  const int64_t num_chunks = op.source.num_chunks, width = op.source.width;
-  for (int64_t group = group_begin; group < group_end; ++group) {
-    const int64_t first = group / num_chunks * tiles.rows, rows = tiles.rows_from(first), k = group % num_chunks;
-    for (int64_t row = 0; row < rows; ++row) {
-      const PackedRow<T> packed{op, first, rows, row};
+void strips_pack(const NormConcatLinear& op, int64_t chunk_begin, int64_t chunk_end) {
+  const int64_t width = op.source.width;
+  for (int64_t k = chunk_begin; k < chunk_end; ++k) {
+    for (int64_t row = 0; row < op.num_rows; ++row) {
+      const PackedRow<T> packed{op, row};
       const auto store = [&](int64_t column, Float value, auto span) { packed.store(column, value, span); };
-      pack_chunk<T>(op, first + row, k, concat_rstd<T>(op.source, first + row), store);
-      if (k + 1 < num_chunks) continue;
+      pack_chunk<T>(op, row, k, concat_rstd<T>(op.source, row), store);
+      if (k + 1 < op.source.num_chunks) continue;
       const auto zero = [&](int64_t i, auto span) { store(width + i, Float{}, span); };
       for_each_vector(round_up(width, kStripWidth) - width, zero);
     }
   }
 }
 
-// Calls f(panel's first column, its codes, its totals, pass) for each panel in each pass, the totals of the pass's rows
-// zeroed, then turns these into the result.
-template <class T, class Code, class F>
-void for_each_panel(const NormConcatLinear& op, const RowTiles& tiles, int64_t panel_begin, int64_t panel_end, F f) {
-  const int64_t row_stride = kIsCode<Code> ? op.weight_row_stride : bytes_of<Code>(op.weight_row_stride);
-  const int64_t packed_row_bytes = op.source.width * sizeof(typename DotStep<T>::Packed);
-  for_each_pass(tiles, packed_row_bytes, [&](const Pass& pass) {
-    for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      const int64_t begin = panel * kPanelColumns;
-      const int64_t columns = op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns;
-      const uint8_t* codes = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
-      Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
-      Float* of_pass = totals + pass.rows.first * kStripVectors;
-      __builtin_memset(of_pass, 0, pass.rows.count * kStripVectors * sizeof(Float));
-      constexpr bool kIsGrouped = std::is_same_v<Code, BFloat16In12>;
-      std::conditional_t<kIsGrouped, GroupedRows, UngroupedRows> grouped(op, begin, columns);
-      f(begin, PanelCodes<Code>{codes, row_stride, columns, op.source.width, grouped.address()}, totals, pass);
-      const auto* sums = reinterpret_cast<const float*>(of_pass);
-      finish_columns<T>(op, pass.rows, begin, begin + columns, sums, kPanelColumns);
-    }
-  });
-}
-
-// Calls f(tile of the pass, first row, rows) for each tile of rows.
-template <class F>
-void for_each_row_tile(const RowTiles& tiles, const Pass& pass, F f) {
-  for (int64_t tile = 0, i = pass.rows.first; tile < pass.tiles; ++tile, i += tiles.rows) {
-    f(tile, i, tiles.rows_from(i));
-  }
-}
-
-// Each code is widened in a register, once for each tile of rows. kSeveral: there is more than one tile.
-template <class T, class Code, bool kSeveral>
-void project_from_codes(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const RowTiles tiles(op.num_rows);
+template <class T, class Code>
+void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
+  const int64_t row_stride = op.weight_row_stride;
   CodeStrip<Code> strips[2];
   StripSums sums;
-  for_each_panel<T, Code>(op, tiles, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes,
-                                                                 Float* totals, const Pass& pass) {
+  for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
+    const int64_t begin = panel * kPanelColumns, left = op.num_columns - begin;
+    const int64_t columns = left < kPanelColumns ? left : kPanelColumns;
+    const uint8_t* data = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
+    const PanelCodes<Code> codes{data, row_stride, columns, op.source.width};
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
+    Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
+    __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
     strips[0].load(codes.strip(0));
     for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
       read_sums<T>(op, scales, k, sums);
-      const auto multiply = [&](const auto& strip, const StripSums& sums) {
-        const CodesAhead<Code> ahead = codes.ahead(k, 0, kPanelColumns);
-        NextStrip<Code, kSeveral> next{strips[turn ^ 1], codes.strip(k + kStripWidth), ahead, pass.tiles};
-        for_each_row_tile(tiles, pass, [&](int64_t, int64_t i, int64_t rows) {
-          strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
-        });
-        next.finish();
-      };
-      if constexpr (kMayScaleNumbers<T, Code>) {
-        if (scales.of_numbers) {
-          multiply(ScaledStrip<CodeStrip<Code>>{strips[turn], sums}, sums_of_scaled(sums, scales.global));
-        } else {
-          multiply(strips[turn], sums);
-        }
+      NextStrip<Code> next{strips[turn ^ 1], codes.strip(k + kStripWidth), codes.fetch(k)};
+      if (kMayScaleNumbers<T, Code> && scales.of_numbers) {
+        const ScaledStrip<CodeStrip<Code>> numbers{strips[turn], sums};
+        strip_rows<T>(op, k, numbers, sums_of_scaled(sums.width, scales.global), totals, next);
       } else {
-        multiply(strips[turn], sums);
+        strip_rows<T>(op, k, strips[turn], sums, totals, next);
       }
+      next.finish();
     }
-  });
-}
-
-// Any number of rows: each code is widened once, into L1.
-template <class T, class Code>
-void project_from_words(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const RowTiles tiles(op.num_rows);
-  StripSums sums;
-  // The first tile's steps transpose the next strip and the second's widen it: shuffles beside products (fp8, T = 16,
-  // 24 and 32, in ms: 5.4, 6.9 and 8.8; before them 5.7, 7.8 and 9.9). There are two: few rows take project_from_codes.
-  WordStrip<Code> strips[2];
-  CodeStrip<Code> lanes;
-  StripSums blocks;
-  for_each_panel<T, Code>(op, tiles, panel_begin, panel_end, [&](int64_t begin, const PanelCodes<Code>& codes,
-                                                                 Float* totals, const Pass& pass) {
-    const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
-    const int64_t share = (kPanelColumns + pass.tiles - 1) / pass.tiles;
-    const auto multiply = [&](const WordStrip<Code>& strip, int64_t k, int64_t i, int64_t rows, auto& next) {
-      strip_rows<T>(op, k, i, rows, strip, sums, totals, next);
-    };
-    // Calls f(what widens the strip from column k on); `lanes` has that strip already.
-    const auto with_next_words = [&](int64_t k, WordStrip<Code>& words, CodesAhead<Code> ahead, auto f) {
-      const int64_t width = codes.strip(k).width;
-      if constexpr (kMayScaleNumbers<T, Code>) {
-        if (scales.of_numbers) {
-          if (width > 0) read_sums<T>(op, scales, k, blocks);
-          const ScaledStrip<CodeStrip<Code>> numbers{lanes, blocks};
-          return f(NextWords<Code, ScaledStrip<CodeStrip<Code>>>{numbers, width, words, ahead});
-        }
-      }
-      f(NextWords<Code, CodeStrip<Code>>{lanes, width, words, ahead});
-    };
-    lanes.load(codes.strip(0));
-    with_next_words(0, strips[0], {}, [](auto next) { next.finish(); });
-    for (int64_t k = 0, turn = 0; k < codes.width; k += kStripWidth, turn ^= 1) {
-      const int64_t next_k = k + kStripWidth;
-      read_sums<T>(op, scales, k, sums);
-      if constexpr (kMayScaleNumbers<T, Code>) {
-        if (scales.of_numbers) sums = sums_of_scaled(sums, scales.global);
-      }
-      for_each_row_tile(tiles, pass, [&](int64_t tile, int64_t i, int64_t rows) {
-        CodesAhead<Code> ahead = codes.ahead(k, tile * share, share);
-        if (tile == 0) {
-          NextStrip<Code, false> next{lanes, codes.strip(next_k), ahead};
-          multiply(strips[turn], k, i, rows, next);
-          return next.finish();
-        }
-        if (tile > 1) return multiply(strips[turn], k, i, rows, ahead);
-        with_next_words(next_k, strips[turn ^ 1], ahead, [&](auto next) {
-          multiply(strips[turn], k, i, rows, next);
-          next.finish();
-        });
-      });
-    }
-  });
-}
-
-// Widening e4m3 anew for every tile of rows is hidden behind products of bf16; storing it once for all tiles is not.
-// Two AMD EPYCs, two cores, in ms, stored and widened for every tile: fp8_row at T = 16, 32 and 64, where a core starts
-// one 512-bit product a cycle, 5.3, 8.8, 16.7 and 4.7, 8.5, 16.1; where it starts two, 3.7, 6.6, 9.1 and 2.7, 4.5, 8.1.
-// Other codes are more work to widen: on the first EPYC int8_row 5.3, 9.0, 16.7 and 5.7, 10.3, 19.9, mxfp4 5.4, 9.5,
-// 18.1 and 5.1, 10.3, 19.3. So is e4m3 for products of fp32: on the second fp8_row by rows of fp16 4.9, 6.3, 14.5 and
-// 4.3, 6.1, 15.1. bf16 is transposed alone.
-template <class T, class Code>
-void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  constexpr bool kFromCodes =
-      std::is_same_v<typename DotStep<T>::Packed, BFloat16> &&
-      (std::is_same_v<Code, Float8E4M3> || std::is_base_of_v<CodeStrip<BFloat16>, CodeStrip<Code>>);
-  if (op.num_rows <= kStripRows) {
-    project_from_codes<T, Code, false>(op, panel_begin, panel_end);
-  } else if constexpr (kFromCodes) {
-    project_from_codes<T, Code, true>(op, panel_begin, panel_end);
-  } else {
-    project_from_words<T, Code>(op, panel_begin, panel_end);
+    const auto* of_columns = reinterpret_cast<const float*>(totals);
+    finish_columns<T>(op, {0, op.num_rows}, begin, begin + columns, of_columns, kPanelColumns);
   }
 }
 

@@ -78,10 +78,10 @@ inline UInt scaled(UInt words, Float scale) {
   return (UInt)even >> 16 | (UInt)odd;
 }
 
-// The sums over a scaled strip.
-inline StripSums sums_of_scaled(const StripSums& blocks, float global) {
+// The sums over `width` columns of a scaled strip.
+inline StripSums sums_of_scaled(int64_t width, float global) {
   StripSums sums;
-  sums.width = blocks.width;
+  sums.width = width;
   sums.sum_width = kStripWidth;
   for (Float& scale : sums.scales[0]) scale = Float{} + global;
   return sums;

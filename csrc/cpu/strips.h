@@ -1,6 +1,6 @@
 // Strips of a weight of codes: 128 columns of a panel, transposed so that the lanes of a vector are rows of the weight,
-// and widened when they are multiplied (CodeStrip) or before (WordStrip). While one strip is multiplied the next one is
-// loaded, in steps (NextStrip, NextWords).
+// and widened when they are multiplied (CodeStrip). While one strip is multiplied the next one is loaded, in steps
+// (NextStrip).
 #pragma once
 
 #include "scales.h"
@@ -16,51 +16,12 @@ constexpr int64_t kAheadBytes = 512;
 template <class Code>
 constexpr int64_t kCodesPerLane = 32 / kBits<Code>;
 
-struct GroupedRows;
-
 // Up to kPanelColumns rows of the weight, from column k on.
 struct CodeRows {
   const uint8_t* data;
   int64_t row_stride;
   int64_t rows;
   int64_t width;  // columns from k on, kStripWidth at most
-  GroupedRows* grouped = nullptr;  // of BFloat16In12
-  int64_t k = 0;                   // of these
-};
-
-// The rows of a panel in 12 bits, of which a strip has one group each. Strips are widened one after the other, each
-// before it is transposed.
-struct GroupedRows {
-  RowExponents exponents[kPanelColumns];
-  const Exception* next[kPanelColumns];  // the first that is not before the strip
-  BFloat16 numbers[kPanelColumns][kStripWidth];
-  static_assert(kStripWidth == kGroupColumns);
-
-  GroupedRows(const NormConcatLinear& op, int64_t begin, int64_t rows) {
-    for (int64_t row = 0; row < rows; ++row) {
-      exponents[row] = exponents_of(op, begin + row);
-      next[row] = exponents[row].begin;
-    }
-  }
-
-  GroupedRows* address() { return this; }
-
-  // Widens four rows of the strip, from row `first` on.
-  void widen(const CodeRows& codes, int64_t first) {
-    for (int64_t row = first; row < first + 4 && row < codes.rows; ++row) {
-      widen_group(codes.data + row * codes.row_stride, ExponentTables(exponents[row]), numbers[row]);
-      for (; next[row] != exponents[row].end && next[row]->column() < codes.k + kStripWidth; ++next[row]) {
-        const int64_t column = next[row]->column() - codes.k;
-        if (column >= 0) numbers[row][column] = next[row]->number();  // a damaged file's may be out of order
-      }
-    }
-  }
-};
-
-// Of other weights.
-struct UngroupedRows {
-  UngroupedRows(const NormConcatLinear&, int64_t, int64_t) {}
-  GroupedRows* address() { return nullptr; }
 };
 
 // A strip that is widened when it is multiplied: lanes[i * kStripVectors] has 32 bits, lane i, of each of 16 rows of
@@ -106,30 +67,6 @@ struct CodeStrip {
   }
 };
 
-template <>
-struct CodeStrip<BFloat16In12> : CodeStrip<BFloat16> {
-  void load_part(const CodeRows& codes, int64_t part) {
-    // The first parts that read a row.
-    if (part < 8 * kStripVectors && part % 8 < 4) codes.grouped->widen(codes, part / 8 * kLanes + part % 4 * 4);
-    const auto* numbers = reinterpret_cast<const uint8_t*>(codes.grouped->numbers);
-    CodeStrip<BFloat16>::load_part({numbers, sizeof codes.grouped->numbers[0], codes.rows, codes.width}, part);
-  }
-  void load(const CodeRows& codes) {
-    for (int64_t part = 0; part < kParts; ++part) load_part(codes, part);
-  }
-};
-
-// A strip that is widened already.
-template <class Code>
-struct WordStrip {
-  static constexpr int64_t kStep = 2;
-  UInt words[kStripWidth / 2 * kStripVectors];
-
-  void read(int64_t k, UInt* place) const {
-    unrolled<kStripVectors>([&](auto vector) { place[vector] = words[k / 2 * kStripVectors + vector]; });
-  }
-};
-
 // A strip whose numbers are scaled as they are read.
 template <class Strip>
 struct ScaledStrip {
@@ -162,54 +99,23 @@ struct CodesAhead {
   }
 };
 
-// Besides prefetching, transposes a part of the next strip in each step: the shuffles run beside the products; all of
-// them before the first product would add to its time. kShared: the steps of several tiles share the parts evenly.
-template <class Code, bool kShared>
+// Besides prefetching, transposes a part of the next strip in each step: the shuffles run
+// beside the products; all of them before the first product would add to its time.
+template <class Code>
 struct NextStrip {
   CodeStrip<Code>& strip;
   CodeRows codes;
   CodesAhead<Code> ahead;
-  int64_t tiles = 1;
-  int64_t part = 0, wait = 0;
+  int64_t part = 0;
 
   [[gnu::always_inline]] void step() {
-    if constexpr (kShared) {
-      if (--wait > 0) return;
-      wait = tiles;
-    }
-    take_part();
-  }
-  [[gnu::always_inline]] void take_part() {
     constexpr int64_t kParts = CodeStrip<Code>::kParts;
-    if constexpr (kParts > kPanelColumns) {
-      if (part % (kParts / kPanelColumns) == 0) ahead.step();
-    } else {
-      unrolled<kPanelColumns / kParts>([&](auto) { ahead.step(); });
-    }
+    static_assert(kParts <= kPanelColumns);
+    unrolled<kPanelColumns / kParts>([&](auto) { ahead.step(); });
     if (part < kParts) strip.load_part(codes, part++);
   }
   void finish() {
-    while (part < CodeStrip<Code>::kParts) take_part();
-  }
-};
-
-// Besides prefetching, widens some words of a transposed strip in each step.
-template <class Code, class Strip>
-struct NextWords {
-  const Strip& strip;
-  int64_t width;
-  WordStrip<Code>& words;
-  CodesAhead<Code> ahead;
-  int64_t k = 0;
-
-  void step() {
-    ahead.step();
-    if (k >= width) return;
-    strip.read(k, words.words + k / 2 * kStripVectors);
-    k += Strip::kStep;
-  }
-  void finish() {
-    while (k < width) step();
+    while (part < CodeStrip<Code>::kParts) step();
   }
 };
 
@@ -220,18 +126,20 @@ struct PanelCodes {
   int64_t row_stride;
   int64_t rows;
   int64_t width;
-  GroupedRows* grouped;
 
   // The strip from column k on; empty past the width.
   CodeRows strip(int64_t k) const {
     const int64_t left = width - k < kStripWidth ? width - k : kStripWidth;
-    return {data + bytes_of<Code>(k), row_stride, left > 0 ? rows : 0, left > 0 ? left : 0, grouped, k};
+    return {data + bytes_of<Code>(k), row_stride, left > 0 ? rows : 0, left > 0 ? left : 0};
   }
-  // Rows [row, row + count) of the codes kAheadBytes further on: at the end of a row, in the next panel.
-  CodesAhead<Code> ahead(int64_t k, int64_t row, int64_t count) const {
-    const int64_t row_bytes = bytes_of<Code>(width), later = bytes_of<Code>(k) + kAheadBytes;
-    const int64_t place = later < row_bytes ? later : kPanelColumns * row_stride + later - row_bytes;
-    return {data + row * row_stride + place, row_stride, count};
+  // From a row's codes of column k to those that are fetched: at the end of a row they are in the next panel.
+  int64_t ahead(int64_t k) const {
+    const int64_t row_bytes = bytes_of<Code>(width);
+    if (bytes_of<Code>(k) + kAheadBytes < row_bytes) return kAheadBytes;
+    return kAheadBytes + kPanelColumns * row_stride - row_bytes;
+  }
+  CodesAhead<Code> fetch(int64_t k) const {
+    return {data + bytes_of<Code>(k) + ahead(k), row_stride, kPanelColumns};
   }
 };
 

@@ -358,13 +358,22 @@ def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> boo
     DOTS multiplies 1, 2, 4 or 8 rows at a time, so 5 and 6 rows cost as much as 8; FUSED has a tile for every number up
     to 12. With several blocks of 8-bit codes in a row DOTS multiplies the sums of every row by each block's scale, so 7
     and 8 rows are left to FUSED too. With blocks of 16 columns FUSED multiplies each number by its scale. Medians in ms
-    of DOTS / FUSED, called in turn, at K=3, H=D=4096 on an AMD EPYC, two cores:
+    of DOTS / FUSED, called in turn, at K=3, H=D=4096 on an AMD EPYC, two cores, which starts one 512-bit product a
+    cycle:
 
         rows         5            8            12           16
         int8_row     2.5 / 2.5    2.7 / 2.9    4.2 / 4.2
         mxfp8                     3.1 / 3.2
         nvfp4        2.7 / 3.0    2.8 / 3.8    4.2 / 4.9    5.5 / 6.5
         mxfp4        2.7 / 2.2    2.8 / 3.1    4.1 / 4.1    5.4 / 5.3
+
+    On one that starts two, where 16 rows are multiplied otherwise (csrc/cpu/project_lanes.h):
+
+        rows         5            8            12           16
+        int8_row     1.4 / 1.8    1.4 / 2.0    2.2 / 2.2    2.7 / 2.5
+        mxfp8                     2.6 / 2.3    3.8 / 2.8    5.0 / 2.8
+        nvfp4        1.2 / 1.8    1.2 / 2.2    2.0 / 2.8    2.5 / 4.4
+        mxfp4        1.2 / 1.3    1.2 / 1.7    1.9 / 2.2    2.3 / 2.7
 
     With AMX FUSED uses the tile unit, which multiplies 16 rows at the cost of one. The same on an Intel Xeon at 1 and 2
     rows: fp8_row 1.6 / 1.8, 1.8 / 1.8; one scale for 128 columns 1.7 / 2.0, 2.0 / 2.0; mxfp8 1.8 / 2.0, 2.1 / 2.0;
@@ -374,7 +383,9 @@ def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> boo
         return rows == 1
     if block_columns == 16 and code_bits == 4:
         return rows <= 16
-    return rows <= 4 or (7 <= rows <= 8 and (block_columns > 128 or code_bits == 4))
+    if rows <= 4 or block_columns > 128:
+        return rows <= 8
+    return 7 <= rows <= 8 and code_bits == 4
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
@@ -439,8 +450,8 @@ def cpu_isa() -> str:
 
 # The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
 # H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
-# gains 7 % at T=96 and 128, 2 % at 192, and loses 3 % at 256 (H=D=2880: gains 38, 24, 13 and 9 %; H=D=896: gains 6 %,
-# loses 2, 2 and 4 %); in fp32 it gains 37 % at T=128, 6 % at 256, and with avx2 it takes 38.7 ms at T=32 where two
+# gains 7 % at T=128, 1 % at 192, and loses 2 % at 256 (H=D=2880: gains 17, 8 and 6 %; K=6, H=D=5376: gains 10 and 0 %,
+# loses 2 %); in fp32 it gains 37 % at T=128, 6 % at 256, and with avx2 it takes 38.7 ms at T=32 where two
 # steps take 47.3, 75.4 and 70.5 at 64. With amx_bf16 it gains in bf16 22 % at T=512, 7 % at 768 and nothing at 1024
 # (H=D=2880: 8 % at 512, 5 % at 768); in fp16, for which AMX has no product, 24 % at T=16 and 5 % at 24, and loses 4 %
 # at 32 (H=D=2880: gains 30, 7 and 0 %). Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
@@ -454,14 +465,15 @@ FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
 }
 
 
-# The largest N at which DOTS multiply a dense weight in bf16, by instruction set. FUSED transposes strips of 32 rows of
-# the weight, for which it reads 256 bytes of a row at a time. Medians in ms of DOTS / FUSED, called in turn, two cores
-# of an AMD EPYC:
+# The largest N at which DOTS multiply a dense weight in bf16, by instruction set. They read rows of the weight from end
+# to end; FUSED reads 32 rows side by side, 256 bytes at a time, and multiplies 16 rows or a multiple. Medians in ms of
+# DOTS / FUSED, called in turn, two cores of an AMD EPYC that starts two 512-bit products a cycle; one that starts one,
+# or whose cores are shared, has no time for rows that are not there:
 #
 #     rows          1            4            8            12           16           64
-#     6x5376x5376   11.8 / 16.9  13.5 / 18.0  14.8 / 14.2  17.6 / 15.1  20.6 / 17.8  62.8 / 55.5
-#     3x4096x4096   3.3 / 4.0    3.6 / 4.1    4.4 / 4.3    5.4 / 4.6    6.4 / 5.2    18.6 / 15.8
-#     3x2880x2880   1.8 / 2.2    2.0 / 2.3    2.4 / 2.5    2.9 / 2.6    3.4 / 2.8    9.4 / 8.1
+#     6x5376x5376   10.6 / 11.3  8.3 / 10.4   9.3 / 9.5    10.7 / 9.8   11.6 / 9.7   30.5 / 24.8
+#     3x4096x4096   3.0 / 3.0    3.1 / 3.1    2.9 / 2.9    2.9 / 3.1    3.5 / 2.9    9.2 / 7.3
+#     3x2880x2880   1.5 / 1.6    1.4 / 1.3    1.5 / 1.3    1.5 / 1.3    1.8 / 1.3    4.6 / 3.7
 DENSE_DOTS_ROWS = {"avx512_bf16": 8}
 
 
