@@ -30,8 +30,8 @@ struct Scales {
 };
 
 // Which kernel multiplies. On CUDA, of codes, in order: the split kernels, the fused one, the one of warpgroups. On
-// CPU: the first or, for rows of bf16 where the CPU multiplies bf16, kFewRows, whose sums are along K*H; with AMX it
-// multiplies codes alone.
+// CPU: the first or, with AVX-512, kFewRows, whose sums are along K*H: of codes for rows of bf16 where the CPU
+// multiplies bf16, of other weights but for rows of bf16 with AMX.
 enum class ProductKernel : int64_t { kAnyRows, kFewRows, kWgmma };
 
 struct NormConcatLinear {

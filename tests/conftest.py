@@ -74,7 +74,8 @@ def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-_FUSED = [f"fused-{isa}" for isa in CPU_ISAS] + [f"dots-{isa}" for isa in CPU_ISAS if isa in plan.DENSE_DOTS_ROWS]
+_DOTS_ISAS = plan.DENSE_DOTS_ROWS[torch.bfloat16]
+_FUSED = [f"fused-{isa}" for isa in CPU_ISAS] + [f"dots-{isa}" for isa in CPU_ISAS if isa in _DOTS_ISAS]
 
 
 @pytest.fixture(params=[*_FUSED, *(["two-step"] if CPU_ISAS else []), "reference"])

@@ -244,7 +244,7 @@ def test_rows_of_several_passes_over_the_weight(format: str) -> None:
 @needs_compiled
 def test_few_rows_are_multiplied_by_a_kernel_of_their_own() -> None:
     """The sums are zero but for their roundings, whose order is each kernel's own."""
-    if cpu_isa() not in DENSE_DOTS_ROWS:
+    if cpu_isa() not in DENSE_DOTS_ROWS[torch.bfloat16]:
         pytest.skip("this processor has one kernel for all rows")
     chunk, half = torch.randn(8, 1500).bfloat16(), torch.randn(77, 1500).bfloat16()
     chunks, weight = [chunk, chunk], torch.cat([half, -half], 1)
@@ -306,8 +306,8 @@ def test_bits_do_not_depend_on_T_within_each_default_plan(dtype: torch.dtype) ->
         rows = [chunk[:T] for chunk in chunks]
         kernel = ek.explain("norm_concat_linear", rows, weight).kernel
         by_kernel.setdefault(kernel, []).append(ek.norm_concat_linear(rows, weight, norm_weight=gain))
-    has_dots = dtype == torch.bfloat16 and cpu_isa() in DENSE_DOTS_ROWS
-    assert len(by_kernel) == (1 if FUSED_ROWS[dtype][cpu_isa()] is None else 2) + has_dots
+    few, limit = DENSE_DOTS_ROWS[dtype].get(cpu_isa(), 0), FUSED_ROWS[dtype][cpu_isa()]
+    assert len(by_kernel) == (few > 0) + (limit is None or limit > few) + (limit is not None)
     for kernel, results in by_kernel.items():
         for result in results:
             assert same_bits(result, results[-1][: len(result)]), (kernel, len(result))
@@ -426,7 +426,7 @@ def test_the_fused_kernel_takes_as_many_rows_as_the_table_says(dtype: torch.dtyp
         for T in (1, 2, 8, 9, 24, 25, 64, 65, 128, 129, 192, 193, 768, 769, 5000):
             fused = limit is None or limit >= T
             problem = Problem("norm_concat_linear", torch.device("cpu"), 3, T, dtype, 4096, (4096,))
-            has_dots = dtype == torch.bfloat16 and DENSE_DOTS_ROWS.get(isa, 0) >= T
+            has_dots = DENSE_DOTS_ROWS[dtype].get(isa, 0) >= T
             one_pass = Kernel.DOTS if has_dots else Kernel.FUSED
             assert cpu_projection(problem, isa).kernel is (one_pass if fused else Kernel.TWO_STEP), (isa, T)
             # A post norm reads unrounded sums, which torch computes only from fp32 operands: slower than FUSED.

@@ -6,9 +6,9 @@
 //
 // Seven projections: project_codes.h for a weight of codes and few rows of bf16, project_amx.h and project_amx_codes.h
 // for bf16 on the tile unit, project_strips.h for few rows by other codes with AVX-512, project_lanes.h for more rows
-// by them and for many rows of bf16 where the processor multiplies it, project_floats.h for codes and many rows of bf16
-// without AVX-512, project_dot.h for everything else. Each sums a column of the output in an order that depends only on
-// K*H and the weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are zero);
+// by them and for many rows by any other weight, project_floats.h for codes and many rows of bf16 without AVX-512,
+// project_dot.h for everything else. Each sums a column of the output in an order that depends only on K*H and the
+// weight's scales (on the tile unit, with e8m0 scales of 32 or 64 columns, also on which numbers are zero);
 // project_strips.h and project_lanes.h have the same one. So the bits of a row do not depend on N, on the other rows or
 // on the split over threads.
 #include "../norm_concat_linear.h"
@@ -55,15 +55,6 @@ struct Dots {
   }
 };
 
-// Whether the processor multiplies T without widening it.
-#if defined(__AVX512BF16__)
-template <class T>
-constexpr bool kIsMultiplied = std::is_same_v<T, BFloat16>;
-#else
-template <class T>
-constexpr bool kIsMultiplied = false;
-#endif
-
 #if defined(__AVX512F__)
 // Few rows by a weight of codes.
 template <class T>
@@ -81,11 +72,11 @@ struct Strips {
   }
 };
 
-// More rows by a weight of codes, or any number by one in bf16 or in 12 bits.
+// More rows by a weight of codes, or any number by another one.
 template <class T>
 struct Lanes {
   static bool takes(const NormConcatLinear& op) {
-    return has_scales(op.weight_type) || (kIsMultiplied<T> && op.kernel != ProductKernel::kFewRows);
+    return has_scales(op.weight_type) || op.kernel != ProductKernel::kFewRows;
   }
   static int64_t workspace(const NormConcatLinear& op) { return lanes_workspace<T>(op); }
   static int64_t pack_units(const NormConcatLinear& op) { return num_groups(op) * pack_parts(op); }
@@ -93,8 +84,8 @@ struct Lanes {
     pack_groups<T, LanePacker<T>>(op, unit_begin, unit_end);
   }
   static void project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-    if constexpr (kIsMultiplied<T>) {
-      if (op.weight_type == WeightType::kChunks) return lanes_project<T, T>(op, panel_begin, panel_end);
+    if (op.weight_type == WeightType::kChunks) return lanes_project<T, T>(op, panel_begin, panel_end);
+    if constexpr (std::is_same_v<T, BFloat16>) {
       if (op.weight_type == WeightType::kBFloat16In12) {
         return lanes_project<T, BFloat16In12>(op, panel_begin, panel_end);
       }

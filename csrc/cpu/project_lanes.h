@@ -1,5 +1,5 @@
-// The projection with AVX-512 of a weight of codes by more rows than project_strips.h takes, for every element type,
-// and of a weight in bf16, or in bf16 in 12 bits, where the processor multiplies bf16.
+// The projection with AVX-512 of a weight of codes by more rows than project_strips.h takes, and of many rows by any
+// other weight.
 //
 // The lanes of a sum are rows of the input, so the weight is not transposed: a number of it, in bf16 a pair, is
 // broadcast from L1 and multiplies 16 rows. While one strip of a panel is multiplied, the next one is widened into L1
@@ -46,6 +46,13 @@ uint64_t place_of(uint64_t k) {
   return k / kLineColumns * kLineColumns + k % kLineColumns / kCodesPerLane<Code> * kBroadcastColumns<Packed>;
 }
 
+// Words of two numbers in bf16, as they are multiplied.
+inline void store_words(UInt words, BFloat16* place) { _mm512_store_si512(place, (__m512i)words); }
+inline void store_words(UInt words, float* place) {
+  store(place, (Float)(words << 16), Whole{});
+  store(place + kLanes, (Float)(words & 0xffff0000), Whole{});
+}
+
 // The rows of a panel, which are widened into a strip a line at a time.
 template <class T, class Code>
 struct PanelRows {
@@ -72,15 +79,22 @@ struct PanelRows {
     } else if (bytes > 0) {
       line = _mm512_maskz_loadu_epi8((1ull << bytes) - 1, data);
     }
-    UInt words[kCodesPerLane<Code> / 2];
-    widen(line, Code{}, words, 1);
-    if constexpr (kMayScaleNumbers<T, Code>) {
-      if (scales.of_numbers) {
-        const Float of_lanes = read_scales(row, k);
-        unrolled<kCodesPerLane<Code> / 2>([&](auto i) { words[i] = scaled(words[i], of_lanes); });
+    if constexpr (std::is_same_v<Code, float>) {
+      _mm512_store_si512(place, line);
+    } else if constexpr (std::is_same_v<Code, Float16>) {
+      store(place, EAGLE_KERNELS_ISA::widen(truncate((UInt)line), Code{}), Whole{});
+      store(place + kLanes, EAGLE_KERNELS_ISA::widen(truncate((UInt)line >> 16), Code{}), Whole{});
+    } else {
+      UInt words[kCodesPerLane<Code> / 2];
+      widen(line, Code{}, words, 1);
+      if constexpr (kMayScaleNumbers<T, Code>) {
+        if (scales.of_numbers) {
+          const Float of_lanes = read_scales(row, k);
+          unrolled<kCodesPerLane<Code> / 2>([&](auto i) { words[i] = scaled(words[i], of_lanes); });
+        }
       }
+      unrolled<kCodesPerLane<Code> / 2>([&](auto i) { store_words(words[i], place + i * 2 * kLanes); });
     }
-    unrolled<kCodesPerLane<Code> / 2>([&](auto i) { store_words(words[i], place + i * 2 * kLanes); });
   }
 
   // The scales of the lanes of a row's line, the only one that it has in a strip. Past the last block are no scales,
@@ -93,16 +107,12 @@ struct PanelRows {
     return value_of((UInt)_mm512_cvtepu8_epi32(_mm_shuffle_epi8(of_blocks, block_of_lane)), Float8E4M3{});
   }
 
-  static void store_words(UInt words, BFloat16* place) { _mm512_store_si512(place, (__m512i)words); }
-  static void store_words(UInt words, float* place) {
-    store(place, (Float)(words << 16), Whole{});
-    store(place + kLanes, (Float)(words & 0xffff0000), Whole{});
-  }
 };
 
 // Rows in 12 bits have 128 columns, a strip's width, at a time.
 template <class T>
 struct PanelRows<T, BFloat16In12> {
+  using Packed = typename DotStep<T>::Packed;
   static constexpr int64_t kLineBytes = kGroupBytes, kLines = 1;
   static_assert(kStripWidth == kGroupColumns);
   PanelCodes<BFloat16In12> codes;
@@ -117,16 +127,19 @@ struct PanelRows<T, BFloat16In12> {
     }
   }
 
-  [[gnu::always_inline]] void widen_line(const uint8_t* data, int64_t bytes, int64_t row, int64_t k,
-                                         BFloat16* place) {
+  [[gnu::always_inline]] void widen_line(const uint8_t* data, int64_t bytes, int64_t row, int64_t k, Packed* place) {
     if (bytes <= 0) return void(__builtin_memset(place, 0, kStripWidth * sizeof *place));
-    widen_group(data, ExponentTables(exponents[row]), place);
+    alignas(kCacheLine) BFloat16 numbers[kStripWidth];
+    widen_group(data, ExponentTables(exponents[row]), numbers);
     for (; next[row] != exponents[row].end && next[row]->column() < k + kStripWidth; ++next[row]) {
       const int64_t column = next[row]->column() - k;
-      if (column >= 0) place[column] = next[row]->number();  // a damaged file's may be out of order
+      if (column >= 0) numbers[column] = next[row]->number();  // a damaged file's may be out of order
     }
     const int64_t left = codes.width - k;
-    if (left < kStripWidth) __builtin_memset(place + left, 0, (kStripWidth - left) * sizeof *place);
+    if (left < kStripWidth) __builtin_memset(numbers + left, 0, (kStripWidth - left) * sizeof *numbers);
+    for (int64_t i = 0; i < kStripWidth; i += 2 * kLanes) {
+      store_words((UInt)_mm512_load_si512(numbers + i), place + i);
+    }
   }
 };
 

@@ -180,7 +180,9 @@ void read_sums(const NormConcatLinear& op, const PanelScales& scales, int64_t k,
   sums.width = columns;  // no more: past the last block are no scales, and zero times what is there may be NaN
   if (!has_scales(op.weight_type)) {
     sums.sum_width = kWidth;
-    for (Float& scale : sums.scales[0]) scale = Float{} + 1.0f;
+    for (int64_t i = 0; i < kStripWidth / kWidth; ++i) {
+      for (Float& scale : sums.scales[i]) scale = Float{} + 1.0f;
+    }
     return;
   }
   // A block that began in an earlier strip has its scales here already.

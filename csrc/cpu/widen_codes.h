@@ -62,15 +62,20 @@ constexpr int64_t kCodesPerByte = 1;
 template <>
 constexpr int64_t kCodesPerByte<Float4E2M1> = 2;
 
+// Whether the weight has codes, not numbers of an element type.
 template <class Number>
-constexpr bool kIsCode = !std::is_same_v<Number, BFloat16>;
+constexpr bool kIsCode = true;
+template <>
+constexpr bool kIsCode<float> = false;
+template <>
+constexpr bool kIsCode<BFloat16> = false;
+template <>
+constexpr bool kIsCode<Float16> = false;
 
 // Bits of a number of the weight, and the bytes of `count` of them that begin and end with a byte, with BFloat16In12
 // with a group.
 template <class Number>
-constexpr int64_t kBits = 8 / kCodesPerByte<Number>;
-template <>
-constexpr int64_t kBits<BFloat16> = 16;
+constexpr int64_t kBits = kIsCode<Number> ? 8 / kCodesPerByte<Number> : 8 * sizeof(Number);
 template <>
 constexpr int64_t kBits<BFloat16In12> = 12;
 template <class Number>

@@ -448,38 +448,51 @@ def cpu_isa() -> str:
     return environment.CPU_ISAS[library.primitives.set_cpu_isa(environment.CPU_ISAS.index(cap))]
 
 
-# The largest N at which the fused CPU kernel beats norm_concat + F.linear; None: at every N. Measured at K=3,
-# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 it
-# gains 7 % at T=128, 1 % at 192, and loses 2 % at 256 (H=D=2880: gains 17, 8 and 6 %; K=6, H=D=5376: gains 10 and 0 %,
-# loses 2 %); in fp32 it gains 37 % at T=128, 6 % at 256, and with avx2 it takes 38.7 ms at T=32 where two
-# steps take 47.3, 75.4 and 70.5 at 64. With amx_bf16 it gains in bf16 22 % at T=512, 7 % at 768 and nothing at 1024
-# (H=D=2880: 8 % at 512, 5 % at 768); in fp16, for which AMX has no product, 24 % at T=16 and 5 % at 24, and loses 4 %
-# at 32 (H=D=2880: gains 30, 7 and 0 %). Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times
-# as long (bf16, avx512, T=256: 352 ms against 136). Scalar code is also what ARM runs, where torch's product may have
+# The largest N at which the fused CPU kernels beat norm_concat + F.linear; None: at every N. Measured at K=3,
+# H=D=4096, 2 threads, cold weights, oneDNN and ATen capped to the same instruction set: in bf16 with avx512_bf16 they
+# gain 7 % at T=128, 1 % at 192, and lose 2 % at 256 (H=D=2880: gain 17, 8 and 6 %; K=6, H=D=5376: gain 10 and 0 %, lose
+# 2 %); in fp32 on an AMD EPYC, for which torch's MKL is not made, they take 59 ms at T=256 and 272 at 1024 where two
+# steps take 138 and 565 (H=D=2880: 31 and 142, 67 and 277). Before rows were in lanes (csrc/cpu/project_lanes.h), they
+# gained in fp32 on an Intel Xeon 37 % at T=128 and 6 % at 256; with avx2 they take 38.7 ms at T=32 where two steps take
+# 47.3, 75.4 and 70.5 at 64. With amx_bf16 they gain in bf16 22 % at T=512, 7 % at 768 and nothing at 1024 (H=D=2880: 8
+# % at 512, 5 % at 768); in fp16, for which AMX has no product, 24 % at T=16 and 5 % at 24, and lost 4 % at 32
+# (H=D=2880: gain 30, 7 and 0 %). Where the CPU has no 16-bit instructions, torch's 16-bit product takes 3 times as long
+# (bf16, avx512, T=256: 352 ms against 136). Scalar code is also what ARM runs, where torch's product may have
 # instructions of its own: not measured, so it takes one row only. On x86, capped to SSE, it would be at least twice as
 # fast at 1 to 128 rows in 16 bits, and 25 % faster at 16 rows in fp32.
 FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
     torch.bfloat16: {"amx_bf16": 768, "avx512_bf16": 192, "avx512": None, "avx2": None, "scalar": 1},
     torch.float16: {"amx_bf16": 24, "avx512_bf16": None, "avx512": None, "avx2": None, "scalar": 1},
-    torch.float32: {"amx_bf16": 128, "avx512_bf16": 128, "avx512": 128, "avx2": 32, "scalar": 1},
+    torch.float32: {"amx_bf16": 128, "avx512_bf16": None, "avx512": 128, "avx2": 32, "scalar": 1},
 }
 
 
-# The largest N at which DOTS multiply a dense weight in bf16, by instruction set. They read rows of the weight from end
-# to end; FUSED reads 32 rows side by side, 256 bytes at a time, and multiplies 16 rows or a multiple. Medians in ms of
-# DOTS / FUSED, called in turn, two cores of an AMD EPYC that starts two 512-bit products a cycle; one that starts one,
-# or whose cores are shared, has no time for rows that are not there:
+# The largest N at which DOTS multiply a dense weight, by instruction set. They read rows of the weight from end to end;
+# FUSED reads 32 rows side by side, 256 bytes at a time, and multiplies 16 rows or a multiple. Medians in ms of DOTS /
+# FUSED, called in turn, two cores of an AMD EPYC that starts two 512-bit products a cycle; one that starts one, or
+# whose cores are shared, has no time for rows that are not there:
 #
-#     rows          1            4            8            12           16           64
-#     6x5376x5376   10.6 / 11.3  8.3 / 10.4   9.3 / 9.5    10.7 / 9.8   11.6 / 9.7   30.5 / 24.8
-#     3x4096x4096   3.0 / 3.0    3.1 / 3.1    2.9 / 2.9    2.9 / 3.1    3.5 / 2.9    9.2 / 7.3
-#     3x2880x2880   1.5 / 1.6    1.4 / 1.3    1.5 / 1.3    1.5 / 1.3    1.8 / 1.3    4.6 / 3.7
-DENSE_DOTS_ROWS = {"avx512_bf16": 8}
+#     rows                 1            4           8          16          20         32          64
+#     bf16, 6x5376x5376    10.6 / 11.3  8.3 / 10.4  9.3 / 9.5  11.6 / 9.7                         30.5 / 24.8
+#     bf16, 3x4096x4096    3.0 / 3.0    3.1 / 3.1   2.9 / 2.9  3.5 / 2.9                          9.2 / 7.3
+#     bf16, 3x2880x2880    1.5 / 1.6    1.4 / 1.3   1.5 / 1.3  1.8 / 1.3                          4.6 / 3.7
+#     fp32, 3x4096x4096    5.3 / 7.1    6.1 / 7.0   5.4 / 5.4  7.5 / 5.9   8.7 / 7.8  11.4 / 8.6  22.5 / 15.6
+#     fp16, as fp32        2.8 / 4.8    2.8 / 5.0   3.1 / 4.4  4.8 / 4.5   6.0 / 7.6  9.5 / 7.5   19.4 / 14.6
+#     bf16, as fp32        3.2 / 4.7                3.4 / 4.7  4.9 / 4.7   7.2 / 7.7  9.5 / 7.7   19.0 / 14.8
+DENSE_DOTS_ROWS: dict[torch.dtype, dict[str, int]] = {
+    torch.bfloat16: {"avx512_bf16": 8, "avx512": 24},
+    torch.float16: {"amx_bf16": 24, "avx512_bf16": 24, "avx512": 24},
+    torch.float32: {"amx_bf16": 8, "avx512_bf16": 8, "avx512": 8},
+}
+
+
+def _max_dense_dots_rows(problem: Problem, isa: str) -> int:
+    return DENSE_DOTS_ROWS.get(problem.dtype, {}).get(isa, 0)
 
 
 def runs_dense_in_dots(problem: Problem, isa: str) -> bool:
-    """Whether DOTS multiply a weight in bf16: few rows or, where one kernel has to serve all T, any number."""
-    max_rows = DENSE_DOTS_ROWS.get(isa, 0) if problem.dtype == torch.bfloat16 else 0
+    """Whether DOTS multiply a dense weight: few rows or, where one kernel has to serve all T, any number."""
+    max_rows = _max_dense_dots_rows(problem, isa)
     return max_rows > 0 and (problem.rows <= max_rows or SETTINGS.batch_invariant)
 
 
@@ -489,7 +502,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
     if SETTINGS.batch_invariant:
         return fused("EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
     if kernel is Kernel.DOTS:
-        return fused(f"T={problem.rows} <= {DENSE_DOTS_ROWS[isa]}: reading the weight from end to end is the bound")
+        limit = _max_dense_dots_rows(problem, isa)
+        return fused(f"T={problem.rows} <= {limit}: reading the weight from end to end is the bound")
     limit = FUSED_ROWS[problem.dtype][isa]
     if limit is None:
         return fused(f"torch's {problem.dtype} product is slow on {isa}, at every T")

@@ -332,8 +332,8 @@ MUTANTS = (
     Mutant("csrc/cpu/norm_concat_linear.cpp", "value(d, span) * rstd * gain", "value(d, span) * gain"),
     Mutant(
         "csrc/cpu/norm_concat_linear.cpp",
-        "kIsMultiplied<T> && op.kernel != ProductKernel::kFewRows",
-        "kIsMultiplied<T>",
+        "has_scales(op.weight_type) || op.kernel != ProductKernel::kFewRows",
+        "true",
         isa="avx512_bf16",
     ),
     Mutant(
@@ -514,7 +514,7 @@ MUTANTS = (
     Mutant(LANES, "exponents_of(op, begin + row)", "exponents_of(op, begin)", isa="avx512_bf16"),
     Mutant(LANES, "next[row]->column() < k + kStripWidth", "false", isa="avx512_bf16"),
     Mutant(LANES, "column >= 0", "true", isa="avx512_bf16"),
-    Mutant(LANES, "(kStripWidth - left) * sizeof *place", "0", isa="avx512_bf16"),
+    Mutant(LANES, "(kStripWidth - left) * sizeof *numbers", "0", isa="avx512_bf16"),
     Mutant(LANES, "k < rows.codes.width ? kSteps : 0", "kSteps"),
     Mutant(LANES, "row < rows->codes.rows", "true"),
     Mutant(
