@@ -502,8 +502,8 @@ def cpu_projection(problem: Problem, isa: str) -> Plan:
     if SETTINGS.batch_invariant:
         return fused("EAGLE_KERNELS_BATCH_INVARIANT=1 wants one plan for all T")
     if kernel is Kernel.DOTS:
-        limit = _max_dense_dots_rows(problem, isa)
-        return fused(f"T={problem.rows} <= {limit}: reading the weight from end to end is the bound")
+        few = _max_dense_dots_rows(problem, isa)
+        return fused(f"T={problem.rows} <= {few}: reading the weight from end to end is the bound")
     limit = FUSED_ROWS[problem.dtype][isa]
     if limit is None:
         return fused(f"torch's {problem.dtype} product is slow on {isa}, at every T")
