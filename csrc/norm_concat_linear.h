@@ -56,7 +56,7 @@ struct NormConcatLinear {
 };
 
 // On CPU up to three parallel passes over one workspace: the rows are normed and laid out for the product, then every
-// panel of output columns streams its rows of the weight (once, or for each few hundred rows: cpu/project_strips.h),
+// panel of output columns streams its rows of the weight (once, or for each few hundred rows: cpu/project_lanes.h),
 // then (post norm only) the fp32 rows are normed into out.
 template <cpu::Isa isa>
 int64_t norm_concat_linear_workspace(const NormConcatLinear& op);

@@ -74,7 +74,7 @@ def cpu_isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-_DOTS_ISAS = plan.DENSE_DOTS_ROWS[torch.bfloat16]
+_DOTS_ISAS = {isa for limits in plan.DENSE_DOTS_ROWS.values() for isa in limits}
 _FUSED = [f"fused-{isa}" for isa in CPU_ISAS] + [f"dots-{isa}" for isa in CPU_ISAS if isa in _DOTS_ISAS]
 
 

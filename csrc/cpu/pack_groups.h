@@ -10,6 +10,7 @@ namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
 namespace {
 
 constexpr int64_t kGroupRows = 16;
+static_assert(kGroupRows == kLanes);
 
 inline int64_t num_groups(const NormConcatLinear& op) { return (op.num_rows + kGroupRows - 1) / kGroupRows; }
 

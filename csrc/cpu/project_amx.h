@@ -46,7 +46,6 @@ inline int64_t tile_rows(const NormConcatLinear& op) {
 }
 inline int64_t packed_tile_size(const NormConcatLinear& op) { return tile_rows(op) * kTileK; }
 
-
 // Scales that multiply numbers before they are summed: e4m3 scales for 16 columns of e2m1, and ratios of e8m0 scales
 // for 32 or 64 columns (project_amx_codes.h).
 enum class NumberScales { kNone, kE4M3, kRatios };

@@ -16,7 +16,7 @@
 #pragma once
 
 #include "pack_groups.h"
-#include "project_strips.h"
+#include "strips.h"
 
 #if defined(__AVX512F__)
 namespace eagle_kernels::cpu::EAGLE_KERNELS_ISA {
@@ -38,8 +38,8 @@ inline Float multiply_add_rows(Float sum, const BFloat16* pair, __m512i x) {
 inline __m512i load_rows(const BFloat16* x) { return _mm512_load_si512(x); }
 #endif
 
-// Where a row of a strip has column k, the first one of 32 bits of codes. Their other broadcasts follow, each kLanes
-// broadcasts further on: in that order widening leaves a line, which is 64 bytes of codes.
+// Where widening, a line of 64 bytes at a time, leaves column k of a row, where a lane of codes begins. The lane's
+// number i (in bf16 pair i) is i times kLanes broadcasts further on.
 template <class Code, class Packed>
 uint64_t place_of(uint64_t k) {
   constexpr uint64_t kLineColumns = kLanes * kCodesPerLane<Code>;
@@ -106,7 +106,6 @@ struct PanelRows {
     const __m128i of_blocks = _mm_maskz_loadu_epi8(there, scales.rows[row] + k / block_columns);
     return value_of((UInt)_mm512_cvtepu8_epi32(_mm_shuffle_epi8(of_blocks, block_of_lane)), Float8E4M3{});
   }
-
 };
 
 // Rows in 12 bits have 128 columns, a strip's width, at a time.
@@ -143,8 +142,8 @@ struct PanelRows<T, BFloat16In12> {
   }
 };
 
-// The next strip of a panel: one step in `every` calls widens a line of it, so that loads and widening run beside the
-// products, and prefetches what is `ahead` bytes behind that line.
+// The next strip of a panel: one step in `every` calls widens a line of it, so that loads and widening run beside all
+// of the products, and prefetches what is `ahead` bytes further on in the weight.
 template <class T, class Code>
 struct NextLines {
   using Packed = typename DotStep<T>::Packed;
@@ -156,11 +155,12 @@ struct NextLines {
   const uint8_t* data;
   int64_t wait = 1, left, part = 0;
 
-  NextLines(Rows& rows, Packed* place, int64_t k, int64_t every)
+  // A strip's products call step() 2 * kStripWidth / kCodesPerLane times for each group of rows.
+  NextLines(Rows& rows, Packed* place, int64_t k, int64_t groups)
       : rows(&rows),
         place(place),
         k(k),
-        every(every),
+        every(groups * (2 * kStripWidth / kCodesPerLane<Code>) / kSteps),
         ahead(rows.codes.ahead(k)),
         data(rows.codes.data + bytes_of<Code>(k)),
         left(k < rows.codes.width ? kSteps : 0) {}
@@ -198,7 +198,7 @@ template <int kGroups, int kColumns, class Code, class Packed, class Next>
   constexpr int64_t kStep = kCodesPerLane<Code>, kBroadcast = kBroadcastColumns<Packed>;
   constexpr int kSums = kGroups * kColumns;
   const bool go_on = kMayGoOn<Packed> && sums.go_on;
-  constexpr bool kByStrip = !std::is_same_v<Packed, BFloat16>;  // as in project_strips.h
+  constexpr bool kByStrip = !kMayGoOn<Packed>;  // as in project_strips.h
   constexpr int kOfStrip = kByStrip ? kSums : 1;
   Float of_strip[kOfStrip] = {};
   Float sum[kSums] = {};
@@ -247,8 +247,8 @@ template <int kGroups, int kColumns, class Code, class Packed, class Next>
   }
 }
 
-// kGroups groups by a strip. Flattened, because a lambda that GCC does not inline keeps the sums in memory (bf16, T =
-// 16: 6.1 ms instead of 2.8), and with its own copy of `next`, whose fields then stay in registers (3.6).
+// kGroups groups by a strip (bf16, T = 16: 2.8 ms). Flattened, because a lambda that GCC does not inline keeps the sums
+// in memory (6.1). The copy of `next` has its fields in registers (without it 3.6).
 template <int kGroups, class Code, class Packed, class Next>
 [[gnu::flatten, gnu::noinline]] void lanes_of_groups(const Packed* numbers, const StripSums& sums, const Packed* packed,
                                                      Float* totals, Next& shared) {

@@ -31,8 +31,8 @@ struct StripSums {
 
 // Sums go on where all scales of a column are powers of two, whose ratios are exact, and within 2^16 of one another,
 // which leaves the sums far from both ends of the range. That costs a multiplication a sum and saves the load and store
-// of its total (two cores of an AMD EPYC, K*H = 12288, D = 4096, T = 16, 32 and 64, in ms: mxfp8 5.4, 9.6 and 18.1,
-// going on 5.3, 9.1 and 17.0; mxfp4 5.2, 9.3 and 17.6, going on 5.3, 9.1 and 16.7; dense bf16 5.3, 9.3 and 16.9).
+// of its total (two cores of an AMD EPYC, K*H = 12288, D = 4096, tiles of 8 to 11 rows in strips, T = 16, 32 and 64, in
+// ms: mxfp8 5.4, 9.6 and 18.1, going on 5.3, 9.1 and 17.0; mxfp4 5.2, 9.3 and 17.6, going on 5.3, 9.1 and 16.7).
 // Adding the exponents to the numbers instead takes the units that multiply: mxfp8 6.1, 10.3 and 19.3.
 inline void let_sums_go_on(StripSums& sums) {
   constexpr uint32_t kExponent = 1u << 23;
@@ -63,7 +63,7 @@ inline void let_sums_go_on(StripSums& sums) {
 // Whether the numbers of a strip may be scaled, instead of the sums of each block: bf16 represents the products of e2m1
 // and e4m3, which have 6 significant bits and are in [2^-10, 2688]. A block of 16 columns takes 8 product instructions;
 // scaling its sum takes one more, and a load and a store of the total (128 columns of nvfp4 from the cache, in ms, sums
-// scaled and numbers scaled: 1.33 and 1.08 at T = 64, 0.28 and 0.29 at T = 12).
+// scaled and numbers scaled, in strips: 1.33 and 1.08 at T = 64, 0.28 and 0.29 at T = 12).
 #if defined(__AVX512BF16__)
 template <class T, class Code>
 constexpr bool kMayScaleNumbers = std::is_same_v<T, BFloat16> && std::is_same_v<Code, Float4E2M1>;

@@ -21,7 +21,7 @@ struct CodeRows {
   const uint8_t* data;
   int64_t row_stride;
   int64_t rows;
-  int64_t width;  // columns from k on, kStripWidth at most
+  int64_t width;  // columns from k on; past the last one 0 or less
 };
 
 // A strip that is widened when it is multiplied: lanes[i * kStripVectors] has 32 bits, lane i, of each of 16 rows of
@@ -99,8 +99,8 @@ struct CodesAhead {
   }
 };
 
-// Besides prefetching, transposes a part of the next strip in each step: the shuffles run
-// beside the products; all of them before the first product would add to its time.
+// Besides prefetching, transposes a part of the next strip in each step: the shuffles run beside the products; all of
+// them before the first product would add to its time.
 template <class Code>
 struct NextStrip {
   CodeStrip<Code>& strip;
@@ -127,10 +127,9 @@ struct PanelCodes {
   int64_t rows;
   int64_t width;
 
-  // The strip from column k on; empty past the width.
+  // The strip from column k on.
   CodeRows strip(int64_t k) const {
-    const int64_t left = width - k < kStripWidth ? width - k : kStripWidth;
-    return {data + bytes_of<Code>(k), row_stride, left > 0 ? rows : 0, left > 0 ? left : 0};
+    return {data + bytes_of<Code>(k), row_stride, rows, width - k};
   }
   // From a row's codes of column k to those that are fetched: at the end of a row they are in the next panel.
   int64_t ahead(int64_t k) const {

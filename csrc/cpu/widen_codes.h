@@ -108,9 +108,9 @@ inline Float value_of(UInt code, Float8E4M3) {
 }
 
 #if defined(__AVX512F__)
-// Each lane of `codes` has four codes of one row of the weight (e2m1: eight), 16 rows in all. They become words of two
-// numbers in bf16, the even column in the low half: words[0] has columns 0 and 1 of each row, words[stride] columns 2
-// and 3, ... Two numbers in bf16 are a word already.
+// Each lane of `codes` has four codes that follow one another in a row of the weight (e2m1: eight). They become words
+// of two numbers in bf16, the even column in the low half: words[0] has the first two of each lane, words[stride] the
+// next two, ... Two numbers in bf16 are a word already.
 inline void widen(__m512i numbers, BFloat16, UInt* words, int64_t) { *words = (UInt)numbers; }
 
 // a | (b & c)

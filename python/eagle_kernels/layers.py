@@ -182,7 +182,7 @@ class Eagle3Projection(LoadsProjections):
 
         "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. Of
         K = 3, H = D = 4096 a CPU with AMX is 1.26x as fast at one row, 1.31x at 8 and 1.25x at 16, one with
-        AVX-512-BF16 1.03x, 1.17x and 0.84x (docs/results.md); a GPU dequantizes it in every call.
+        AVX-512-BF16 1.18x, 1.20x and 0.92x (docs/results.md); a GPU dequantizes it in every call.
 
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """

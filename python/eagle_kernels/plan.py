@@ -36,7 +36,7 @@ class Kernel(Enum):
 
     SINGLE = "one kernel"
     FUSED = "fused"  # norm_concat_linear in one pass over the weight
-    DOTS = "fused dots"  # the same for few rows of bf16 on a CPU: rows of the weight are read from end to end
+    DOTS = "fused dots"  # the same for few rows on a CPU: rows of the weight are read from end to end
     WGMMA = "fused wgmma"  # the same with sm_90a's wgmma instructions, for more rows
     SPLIT = "split"  # the same in two launches, partial sums and a finalize kernel
     TWO_STEP = "norm_concat + linear"
@@ -353,26 +353,26 @@ DOTS_ISAS = ("avx512_bf16", "amx_bf16")
 
 
 def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> bool:
-    """Whether the kernel that sums along K*H (DOTS) beats the one that sums along D (FUSED) at this number of rows.
+    """Whether the kernel that sums along K*H (DOTS) beats those that multiply strips (FUSED) at this number of rows.
 
     DOTS multiplies 1, 2, 4 or 8 rows at a time, so 5 and 6 rows cost as much as 8; FUSED has a tile for every number up
-    to 12. With several blocks of 8-bit codes in a row DOTS multiplies the sums of every row by each block's scale, so 7
-    and 8 rows are left to FUSED too. With blocks of 16 columns FUSED multiplies each number by its scale. Medians in ms
-    of DOTS / FUSED, called in turn, at K=3, H=D=4096 on an AMD EPYC, two cores, which starts one 512-bit product a
-    cycle:
+    to 12, and multiplies 16 rows or a multiple beyond. With one scale a row DOTS is ahead at 5 and 6 rows all the same.
+    With several blocks of 8-bit codes in a row it multiplies the sums of every row by each block's scale, so 5 rows and
+    more are left to FUSED. With blocks of 16 columns FUSED multiplies each number by its scale. Medians in ms of DOTS /
+    FUSED, called in turn, at K=3, H=D=4096 on an AMD EPYC, two cores, which starts one 512-bit product a cycle:
 
-        rows         5            8            12           16
+        rows         5            8            12           16 (FUSED by strips, where now rows are in lanes)
         int8_row     2.5 / 2.5    2.7 / 2.9    4.2 / 4.2
         mxfp8                     3.1 / 3.2
         nvfp4        2.7 / 3.0    2.8 / 3.8    4.2 / 4.9    5.5 / 6.5
         mxfp4        2.7 / 2.2    2.8 / 3.1    4.1 / 4.1    5.4 / 5.3
 
-    On one that starts two, where 16 rows are multiplied otherwise (csrc/cpu/project_lanes.h):
+    On one that starts two:
 
-        rows         5            8            12           16
+        rows         5            8            12           16           17           24           32
         int8_row     1.4 / 1.8    1.4 / 2.0    2.2 / 2.2    2.7 / 2.5
         mxfp8                     2.6 / 2.3    3.8 / 2.8    5.0 / 2.8
-        nvfp4        1.2 / 1.8    1.2 / 2.2    2.0 / 2.8    2.5 / 4.4
+        nvfp4        1.2 / 1.8    1.2 / 2.2    2.0 / 2.8    2.5 / 4.4    2.8 / 5.0    3.6 / 5.1    5.0 / 5.1
         mxfp4        1.2 / 1.3    1.2 / 1.7    1.9 / 2.2    2.3 / 2.7
 
     With AMX FUSED uses the tile unit, which multiplies 16 rows at the cost of one. The same on an Intel Xeon at 1 and 2
@@ -382,10 +382,10 @@ def runs_in_dots(isa: str, rows: int, block_columns: int, code_bits: int) -> boo
     if isa == "amx_bf16":
         return rows == 1
     if block_columns == 16 and code_bits == 4:
-        return rows <= 16
+        return rows <= 24
     if rows <= 4 or block_columns > 128:
         return rows <= 8
-    return 7 <= rows <= 8 and code_bits == 4
+    return 7 <= rows <= 16 and code_bits == 4
 
 
 def _cpu_codes(problem: Problem, isa: str) -> Plan:
@@ -404,7 +404,7 @@ def _cpu_codes(problem: Problem, isa: str) -> Plan:
     elif isa == "amx_bf16":
         reason = f"T={problem.rows}: the codes are widened once for all rows, which tiles multiply"
     else:
-        reason = f"T={problem.rows}: a strip of codes is transposed once for all rows"
+        reason = f"T={problem.rows}: each strip of codes serves all rows"
     return Plan(problem.op, "cpu", Kernel.FUSED, reason, isa=isa)
 
 
@@ -468,9 +468,9 @@ FUSED_ROWS: dict[torch.dtype, dict[str, int | None]] = {
 
 
 # The largest N at which DOTS multiply a dense weight, by instruction set. They read rows of the weight from end to end;
-# FUSED reads 32 rows side by side, 256 bytes at a time, and multiplies 16 rows or a multiple. Medians in ms of DOTS /
-# FUSED, called in turn, two cores of an AMD EPYC that starts two 512-bit products a cycle; one that starts one, or
-# whose cores are shared, has no time for rows that are not there:
+# FUSED reads 128 columns of 32 rows at a time, and multiplies 16 rows or a multiple. Medians in ms of DOTS / FUSED,
+# called in turn, two cores of an AMD EPYC that starts two 512-bit products a cycle; one that starts one, or whose cores
+# are shared, has no time for rows that are not there. On an Intel processor rows in lanes are not timed:
 #
 #     rows                 1            4           8          16          20         32          64
 #     bf16, 6x5376x5376    10.6 / 11.3  8.3 / 10.4  9.3 / 9.5  11.6 / 9.7                         30.5 / 24.8
