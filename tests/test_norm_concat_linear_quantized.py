@@ -300,7 +300,7 @@ def test_the_sign_of_zero_is_the_same_in_every_place(W: int) -> None:
 
 
 @pytest.mark.parametrize("at", ["begin", "end"])
-@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("T", [1, 5, 17])
 @pytest.mark.parametrize("W", [32, 48, 61, 1101, 1184])
 @pytest.mark.parametrize("name", [name for name in WEIGHTS if "shards" not in name])
 def test_no_code_or_scale_is_read_beyond_its_end(name: str, W: int, T: int, at: str) -> None:
