@@ -152,23 +152,6 @@ def test_float64_truth_of_odd_widths(widths: tuple[int, ...], D: int, name: str,
         check(Case(dtype, widths, T, D=D), name, is_strided=True)
 
 
-@pytest.mark.parametrize("T", [3, 13, 17])
-@pytest.mark.parametrize("name", ["mxfp8", "mxfp4", "nvfp4"])
-def test_nothing_is_read_behind_a_row_of_scales(name: str, T: int) -> None:
-    """There NaN would turn the zeros that fill the last strip into NaN."""
-    W = 240 if name == "nvfp4" else 224
-    weight = ek.quantize(torch.randn(33, W).bfloat16(), name)
-    blocks = weight.scales.shape[1]
-    wide = torch.full((33, blocks + 8), 0x7F if name == "nvfp4" else 0xFF, dtype=torch.uint8)
-    wide[:, :blocks] = weight.scales.view(torch.uint8)
-    scales = wide.view(weight.scales.dtype)[:, :blocks]
-    beside_nan = ek.QuantizedWeight(weight.codes, scales, weight.format, global_scale=weight.global_scale)
-    x = torch.randn(T, W).bfloat16()
-    with environment_of(EAGLE_KERNELS_BATCH_INVARIANT="1"):  # rows by strips, where others are left to dots
-        expected, result = ek.norm_concat_linear([x], weight), ek.norm_concat_linear([x], beside_nan)
-    assert expected.isfinite().all() and torch.equal(result, expected)
-
-
 @pytest.mark.parametrize("T", [3, 17])
 @pytest.mark.parametrize("rows", [7, 24, 33])
 def test_blocks_that_end_inside_a_panel(rows: int, T: int) -> None:

@@ -150,6 +150,7 @@ inline int64_t group_sums(const NormConcatLinear& op, int64_t group) {
   return in_half_pages((pair + 1) % 2, (pair / 2 * 2 + group % 2) * kBytes) / static_cast<int64_t>(sizeof(float));
 }
 
+// Lays the columns of a group out as tiles.
 struct TilePacker {
   using Packed = BFloat16;
   const NormConcatLinear& op;

@@ -63,8 +63,8 @@ struct PanelRows {
   int64_t block_columns;
   __m128i block_of_lane;
 
-  PanelRows(const NormConcatLinear& op, int64_t, const PanelCodes<Code>& codes, const PanelScales& scales)
-      : codes(codes), scales(scales), block_columns(op.scales.block_columns) {
+  PanelRows(const NormConcatLinear& op, int64_t begin, const PanelScales& scales)
+      : codes(op, begin), scales(scales), block_columns(op.scales.block_columns) {
     if (!scales.of_numbers) return;
     uint8_t blocks[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) blocks[lane] = lane * kCodesPerLane<Code> / block_columns;
@@ -97,8 +97,7 @@ struct PanelRows {
     }
   }
 
-  // The scales of the lanes of a row's line, the only one that it has in a strip. Past the last block are no scales,
-  // and zero times what is there may be NaN.
+  // The scales of the lanes of a row's line, the only one that it has in a strip. Past the last block are none.
   Float read_scales(int64_t row, int64_t k) const {
     static_assert(!kMayScaleNumbers<T, Code> || kLines == 1);
     const int64_t left = codes.width - k, columns = left < kStripWidth ? left : kStripWidth;
@@ -118,8 +117,7 @@ struct PanelRows<T, BFloat16In12> {
   RowExponents exponents[kPanelColumns];
   const Exception* next[kPanelColumns];  // the first that is not before the strip
 
-  PanelRows(const NormConcatLinear& op, int64_t begin, const PanelCodes<BFloat16In12>& codes, const PanelScales&)
-      : codes(codes) {
+  PanelRows(const NormConcatLinear& op, int64_t begin, const PanelScales&) : codes(op, begin) {
     for (int64_t row = 0; row < codes.rows; ++row) {
       exponents[row] = exponents_of(op, begin + row);
       next[row] = exponents[row].begin;
@@ -293,6 +291,7 @@ typename DotStep<T>::Packed* packed_group(const NormConcatLinear& op, int64_t k,
   return packed_rows<T>(op) + (k * num_groups(op) + group * kStripWidth) * kLanes;
 }
 
+// Lays the columns of a group out as the lanes read them.
 template <class T>
 struct LanePacker {
   using Packed = typename DotStep<T>::Packed;
@@ -332,7 +331,6 @@ void finish_group(const NormConcatLinear& op, int64_t group, int64_t begin, int6
 template <class T, class Code>
 void lanes_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
   using Packed = typename DotStep<T>::Packed;
-  const int64_t row_stride = kIsCode<Code> ? op.weight_row_stride : bytes_of<Code>(op.weight_row_stride);
   const int64_t width = op.source.width, groups = num_groups(op), most = pass_groups<Packed>(op);
   const int64_t passes = (groups + most - 1) / most;
   alignas(kCacheLine) Packed strips[2][kPanelColumns * kStripWidth];
@@ -341,11 +339,9 @@ void lanes_project(const NormConcatLinear& op, int64_t panel_begin, int64_t pane
   for (int64_t pass = 0; pass < passes; ++pass) {
     const int64_t first = groups * pass / passes, count = groups * (pass + 1) / passes - first;
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-      const int64_t begin = panel * kPanelColumns, left = op.num_columns - begin;
-      const int64_t columns = left < kPanelColumns ? left : kPanelColumns;
-      const uint8_t* data = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
+      const int64_t begin = panel * kPanelColumns;
       const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
-      PanelRows<T, Code> rows(op, begin, PanelCodes<Code>{data, row_stride, columns, width}, scales);
+      PanelRows<T, Code> rows(op, begin, scales);
       __builtin_memset(totals, 0, count * kPanelColumns * sizeof(Float));
       NextLines<T, Code>(rows, strips[0], 0, 1).finish();
       for (int64_t k = 0, turn = 0; k < width; k += kStripWidth, turn ^= 1) {
@@ -359,7 +355,7 @@ void lanes_project(const NormConcatLinear& op, int64_t panel_begin, int64_t pane
         next.finish();
       }
       for (int64_t group = 0; group < count; ++group) {
-        finish_group<T>(op, first + group, begin, begin + columns, totals + group * kPanelColumns);
+        finish_group<T>(op, first + group, begin, begin + rows.codes.rows, totals + group * kPanelColumns);
       }
     }
   }

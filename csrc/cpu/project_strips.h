@@ -142,14 +142,11 @@ void strips_pack(const NormConcatLinear& op, int64_t chunk_begin, int64_t chunk_
 
 template <class T, class Code>
 void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t panel_end) {
-  const int64_t row_stride = op.weight_row_stride;
   CodeStrip<Code> strips[2];
   StripSums sums;
   for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
-    const int64_t begin = panel * kPanelColumns, left = op.num_columns - begin;
-    const int64_t columns = left < kPanelColumns ? left : kPanelColumns;
-    const uint8_t* data = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
-    const PanelCodes<Code> codes{data, row_stride, columns, op.source.width};
+    const int64_t begin = panel * kPanelColumns;
+    const PanelCodes<Code> codes(op, begin);
     const PanelScales scales(op, begin, kMayScaleNumbers<T, Code>);
     Float* totals = reinterpret_cast<Float*>(column_totals(op, begin, strips_workspace<T>(op)));
     __builtin_memset(totals, 0, op.num_rows * kStripVectors * sizeof(Float));
@@ -166,7 +163,7 @@ void strips_project(const NormConcatLinear& op, int64_t panel_begin, int64_t pan
       next.finish();
     }
     const auto* of_columns = reinterpret_cast<const float*>(totals);
-    finish_columns<T>(op, {0, op.num_rows}, begin, begin + columns, of_columns, kPanelColumns);
+    finish_columns<T>(op, {0, op.num_rows}, begin, begin + codes.rows, of_columns, kPanelColumns);
   }
 }
 

@@ -127,10 +127,16 @@ struct PanelCodes {
   int64_t rows;
   int64_t width;
 
-  // The strip from column k on.
-  CodeRows strip(int64_t k) const {
-    return {data + bytes_of<Code>(k), row_stride, rows, width - k};
+  // `begin` is the panel's first column of the output, a row of the weight.
+  PanelCodes(const NormConcatLinear& op, int64_t begin)
+      : row_stride(kIsCode<Code> ? op.weight_row_stride : bytes_of<Code>(op.weight_row_stride)),
+        rows(op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns),
+        width(op.source.width) {
+    data = static_cast<const uint8_t*>(op.weight) + begin * row_stride;
   }
+
+  // The strip from column k on.
+  CodeRows strip(int64_t k) const { return {data + bytes_of<Code>(k), row_stride, rows, width - k}; }
   // From a row's codes of column k to those that are fetched: at the end of a row they are in the next panel.
   int64_t ahead(int64_t k) const {
     const int64_t row_bytes = bytes_of<Code>(width);

@@ -194,8 +194,8 @@ class Eagle3Projection(LoadsProjections):
 
         The dense weight is dropped (`fc.weight` is None, state_dict and load_state_dict work as before). Call it once
         after loading, if T is mostly above the rows for which the fused kernel is faster (`explain` says): with
-        AVX-512-BF16 it gains a little from T = 64 on, and loses more at T = 1; with AMX the fused kernel on the dense
-        weight is faster up to 512. Raises RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where loading or
+        AVX-512-BF16 it gains a little at T = 1 and from some 200 rows on, and loses as much at 64; with AMX the fused
+        kernel on the dense weight is faster up to 512. Raises RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where loading or
         copying a packed layer makes it dense.
         """
         op = "Eagle3Projection.prepack"

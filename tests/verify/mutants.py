@@ -482,9 +482,13 @@ MUTANTS = (
     Mutant(STRIP_PRODUCT, "packed_rows<T>(op) + k * op.num_rows", "packed_rows<T>(op) + k"),
     Mutant(STRIP_PRODUCT, "k + 1 < op.source.num_chunks", "true"),
     Mutant(STRIP_PRODUCT, "op.num_rows < kRows", "op.num_rows <= kRows"),
-    Mutant(STRIP_PRODUCT, "left < kPanelColumns ? left : kPanelColumns", "kPanelColumns"),
     Mutant(STRIP_PRODUCT, "op.num_rows * kStripVectors * sizeof(Float)", "0"),
     Mutant(STRIPS, "bytes > 0", "true"),
+    Mutant(
+        STRIPS,
+        "op.num_columns - begin < kPanelColumns ? op.num_columns - begin : kPanelColumns",
+        "kPanelColumns",
+    ),
     Mutant(SCALES, "block_columns < kWidth ? block_columns : kWidth", "kWidth"),
     Mutant(SCALES, "sums.width = columns", "sums.width = round_up(columns, 4)"),
     Mutant(SCALES, "k % block_columns != 0", "k != 0"),
@@ -557,7 +561,6 @@ MUTANTS = (
     Mutant(LANES, "fit < kPassGroups ? fit : kPassGroups", "kPassGroups", "the same numbers from fewer passes"),
     Mutant(LANES, "round_up(columns.filled, kStripWidth)", "columns.filled"),
     Mutant(LANES, "left < kLanes ? left : kLanes", "kLanes"),
-    Mutant(LANES, "left < kPanelColumns ? left : kPanelColumns", "kPanelColumns"),
     Mutant(LANES, "count * kPanelColumns * sizeof(Float)", "0"),
     Mutant(LANES, "groups * (pass + 1) / passes - first", "groups * (pass + 1) / passes"),
     Mutant(LANES, "first + group", "group"),
@@ -565,7 +568,7 @@ MUTANTS = (
         Mutant(file, original, fault, isa="avx512_bf16")
         for file, original, fault in (
             (
-                LANES,
+                STRIPS,
                 "kIsCode<Code> ? op.weight_row_stride : bytes_of<Code>(op.weight_row_stride)",
                 "op.weight_row_stride",
             ),
