@@ -182,7 +182,7 @@ class Eagle3Projection(LoadsProjections):
 
         "bf16_12bit" rounds nothing: it stores bf16 in three quarters of the bytes, and the result has the same bits. Of
         K = 3, H = D = 4096 a CPU with AMX is 1.26x as fast at one row, 1.31x at 8 and 1.25x at 16, one with
-        AVX-512-BF16 1.18x, 1.20x and 0.92x (docs/results.md); a GPU dequantizes it in every call.
+        AVX-512-BF16 1.23x, 1.16x and 1.05x (docs/results.md); a GPU dequantizes it in every call.
 
         The dense weight is dropped; state_dict has the codes as fc.weight, and fc.weight_scale. The error is logged.
         """
@@ -195,8 +195,8 @@ class Eagle3Projection(LoadsProjections):
         The dense weight is dropped (`fc.weight` is None, state_dict and load_state_dict work as before). Call it once
         after loading, if T is mostly above the rows for which the fused kernel is faster (`explain` says): with
         AVX-512-BF16 it gains a little at T = 1 and from some 200 rows on, and loses as much at 64; with AMX the fused
-        kernel on the dense weight is faster up to 512. Raises RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where loading or
-        copying a packed layer makes it dense.
+        kernel on the dense weight is faster up to 512. Raises RuntimeError under EAGLE_KERNELS_BATCH_INVARIANT=1, where
+        loading or copying a packed layer makes it dense.
         """
         op = "Eagle3Projection.prepack"
         if plan.SETTINGS.batch_invariant:
